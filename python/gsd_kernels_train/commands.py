@@ -78,7 +78,7 @@ def heads_command(
     """
     begun = time.monotonic()
     with progress("loading"):
-        from .heads import train_heads
+        from .drafters import train_heads
 
     _print(
         lambda options: train_heads(heads, layers, options),

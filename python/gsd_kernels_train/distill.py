@@ -18,10 +18,8 @@ from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import digest
 
-from .job import TrainingOptions, load_target, run, stored_dtype
-from .measure import Trainee, accepted_per_step
-from .streams import mean_of
-from .text import HeldOut
+from .job import Trainee, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
+from .text import HeldOut, mean_of
 
 CHAIN_TOKENS = 5
 """Tokens of the chain whose acceptance is reported."""
@@ -49,15 +47,8 @@ def load_draft(folder: str, options: TrainingOptions) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=options.weights)
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
-    """The draft's own, or ``None``: then the vocabulary sizes are compared."""
-    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):  # of which an empty one would be made
-        return None
-    return AutoTokenizer.from_pretrained(folder)
-
-
 class Distillation(Trainee):
-    """A draft that learns from a target.
+    """A draft that learns from a target; without a tokenizer of its own, the vocabulary sizes are compared.
 
     Raises:
         ValueError: they read different tokens, or the draft has too few positions.
@@ -167,7 +158,7 @@ def distill(draft: str, options: TrainingOptions) -> dict[str, Any]:
     clock = options.clock()
     target, tokenizer = load_target(options)
     model = load_draft(draft, options)
-    dtype = stored_dtype(draft)
-    return run(
-        options, target, tokenizer, Distillation(options, target, tokenizer, model, load_tokenizer(draft), dtype), clock
-    )
+    named = any((Path(draft) / name).is_file() for name in TOKENIZERS)  # else an empty one would be made
+    own = AutoTokenizer.from_pretrained(draft) if named else None
+    trainee = Distillation(options, target, tokenizer, model, own, stored_dtype(draft))
+    return run(options, target, tokenizer, trainee, clock)

@@ -1,4 +1,4 @@
-"""The training loop of drafts, heads and the demo pair: schedule, checkpoints, and a folder that a run resumes from.
+"""The training loop: schedule, checkpoints, the minutes of a run, and the folder that it resumes from.
 
 A batch is a pure function of the step's number, and the learning rate one of the progress. So a checkpoint of weights,
 optimizers, random state and step is all of a run, and one that was killed goes on as if nothing had happened.
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from gsd_kernels_hf.files import write_file
 from gsd_kernels_hf.progress import tracked
 
-from .clock import RunClock
-
 CHECKPOINT = "state.pt"
+
+PICKING_SHARE, MEASURING_SHARE, WRITING_SHARE = 0.08, 0.08, 0.2
+"""Largest shares of a run's minutes in which the target continues the held-out text, the guesses are measured before
+training (and as long after it), and the target writes its own text."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Record:
     loss: float = float("nan")
 
 
-def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
+def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
     """Trapezoid: a short rise, a plateau, then a straight line down to zero at the end of the budget."""
     rise = (progress + 1e-3) / warmup if warmup else 1.0
     fall = (1.0 - progress) / decay if decay else 1.0
@@ -104,8 +106,9 @@ def train(
     tokens_per_step: int,
     steps: int | None = None,
     seconds: float = math.inf,
-    every: Interval = Interval(seconds=120),
-    schedule: Callable[[float], float] = learning_rate_factor,
+    every: Interval,
+    warmup: float = 0.02,
+    decay: float = 0.6,
 ) -> Record:
     """Train for so many steps, or seconds, on from the checkpoint in ``folder`` if there is one.
 
@@ -119,7 +122,7 @@ def train(
             It must draw the same batch whenever it is called with one step.
         tokens_per_step: for the record.
         every: how often a checkpoint is written; one more is written at the end.
-        schedule: progress (0 … 1) → factor of the learning rates.
+        warmup, decay: shares of the run in which the learning rates rise, and fall to zero in the end.
 
     Raises:
         RuntimeError: the loss or its gradient is not finite; the last checkpoint stays.
@@ -133,7 +136,8 @@ def train(
     with tracked(f"training {name}", steps or seconds, "steps" if steps else "seconds") as update:
         while record.steps < steps if steps else record.seconds + took <= seconds:
             started = time.monotonic()
-            factor = schedule(record.steps / steps if steps else record.seconds / seconds)
+            progress = record.steps / steps if steps else record.seconds / seconds
+            factor = learning_rate_factor(progress, warmup, decay)
             until = math.inf if record.steps else begin + seconds
             try:
                 value = _step(model, losses(record.steps), optimizers, factor, until)
@@ -220,6 +224,71 @@ def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimiz
     return Record(**state["record"])
 
 
+# ---------------------------------------------------------------- the minutes of a run: reading and measuring count too
+
+
+class RunClock:
+    """The rest of a run's minutes, counted over all the times that it was begun.
+
+    Args:
+        minutes: of the run; ``None``: no limit.
+        begun: of this time, on the clock of ``time.monotonic``; ``None``: now.
+
+    Attributes:
+        earlier: seconds of earlier times of the same run, of what is not done again.
+    """
+
+    def __init__(self, minutes: float | None, begun: float | None = None) -> None:
+        self.minutes = minutes
+        self.begun = time.monotonic() if begun is None else begun
+        self.earlier = 0.0
+
+    @property
+    def limited(self) -> bool:
+        """Return whether there is a limit."""
+        return self.minutes is not None
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run; infinite without a limit."""
+        return math.inf if self.minutes is None else 60 * self.minutes
+
+    @property
+    def used(self) -> float:
+        """Seconds that are gone."""
+        return time.monotonic() - self.begun + self.earlier
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; infinite without a limit."""
+        return self.seconds - self.used
+
+    def share(self, share: float) -> float:
+        """Seconds of a share of the run, or what is left if that is less."""
+        return max(0.0, min(share * self.seconds, self.left))
+
+    def check(self, doing: str) -> None:
+        """Raise where nothing is left.
+
+        Raises:
+            RuntimeError: it says what the time went by with.
+        """
+        if self.left <= 0:
+            raise NothingLearned(f"the {spoken(self.seconds)} are over {doing}, before the training began")
+
+
+class NothingLearned(RuntimeError):
+    """A run that ended without a step."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"nothing was learned, and nothing is written: {why}; give more by --minutes, or less text")
+
+
+def spoken(seconds: float) -> str:
+    """``90 s`` or ``15 minutes``."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds / 60:.3g} minutes"
+
+
 # ---------------------------------------------------------------- the folder of a run
 
 
@@ -291,7 +360,7 @@ class RunFolder:
         begin, earlier = time.monotonic(), self.knows(name)
         entry = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
         if earlier:
-            clock.spent_earlier(entry["seconds"])
+            clock.earlier += entry["seconds"]
         return entry["value"], entry["seconds"]
 
     def discard(self) -> None:

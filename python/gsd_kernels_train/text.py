@@ -1,31 +1,143 @@
-"""Data of drafts and heads: text files as token streams, and text that the target writes itself."""
+"""Data of drafts and heads: text and chats as streams of tokens, windows of them, and what the target writes itself."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from gsd_kernels_hf.files import decode_utf8, read_file
 from gsd_kernels_hf.progress import Update, tracked
 
-from .chats import encode_chats
-from .clock import PICKING_SHARE, RunClock
-from .loop import RunFolder
+from .loop import PICKING_SHARE, RunClock, RunFolder
 from .options import Run
-from .streams import Stream, Streams, blocks, read_texts
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
 PREFIX_DIVISOR = 4  # a quarter of a sequence is text, the rest is what the target makes of it
+
+
+MIN_COUNTED_TOKENS = 4
+"""Tokens of a window that count, at least; of a longer chat's later windows those with fewer are left out."""
+
+
+def read_texts(name: str, files: list[Path], clock: RunClock, digest: Any) -> Iterator[tuple[Path, str]]:
+    """Every file with its text, which goes into ``digest`` as well; ``name``: the option that named them.
+
+    Raises:
+        ValueError: a folder, or a file that is not UTF-8.
+        OSError: a file cannot be read.
+        RuntimeError: the clock's minutes are over.
+    """
+    with tracked(f"reading {name}", len(files), "files") as update:
+        for number, file in enumerate(files):
+            update(number)
+            clock.check(f"reading {name}, {number} of {len(files)} files")
+            if file.is_dir():
+                raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
+            data = read_file(file, name)
+            digest.update(hashlib.sha256(data).digest())
+            yield file, decode_utf8(data, name, file)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens of one text after another.
+
+    Attributes:
+        tokens: int32 [N].
+        counted: bool [N], tokens whose guesses are learned and measured; ``None``: all.
+        starts: int64, ascending, where windows begin; ``None``: anywhere.
+        answers: int64, ascending, where what the target would write begins; ``None``: anywhere.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray | None = None
+    starts: np.ndarray | None = None
+    answers: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def before_answers(self, length: int) -> Stream:
+        """The same with windows that end where an answer begins; itself where there are none."""
+        if self.answers is None:
+            return self
+        return Stream(self.tokens, self.counted, self.answers[self.answers >= length] - length)
+
+    def places(self, length: int) -> np.ndarray:
+        """Where whole windows of ``length`` tokens that do not overlap begin; those of ``starts`` may."""
+        if self.starts is None:
+            return np.arange(len(self) // length) * length
+        return self.starts[self.starts + length <= len(self)]
+
+    def at(self, places: np.ndarray, length: int) -> np.ndarray:
+        """Index of the tokens of windows, int64 [windows, length]."""
+        return places[:, None] + np.arange(length)
+
+
+def blocks(stream: Stream, length: int, most: int) -> tuple[Tensor, Tensor | None]:
+    """At most ``most`` windows, evenly spaced.
+
+    Returns:
+        int64 [windows, length], and which of their tokens count, bool alike; ``None``: all.
+    """
+    places = stream.places(length)
+    chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), most)).round().astype(int))
+    index = stream.at(places[chosen], length)
+    counted = None if stream.counted is None else torch.from_numpy(stream.counted[index])
+    return torch.from_numpy(stream.tokens[index].astype(np.int64)), counted
+
+
+class Streams:
+    """Token streams with a share each; a batch is a pure function of its step number, so a run can resume."""
+
+    def __init__(self, streams: list[tuple[float, Stream]], seed: int, tokens: int) -> None:
+        self.streams = streams
+        self.tokens = tokens
+        self.seed = seed
+
+    def batch(self, step: int, length: int) -> tuple[Tensor, ...]:
+        """Return random windows, ``tokens`` in all and one more per window.
+
+        Returns:
+            ([windows, length + 1],), int64; and bool alike, which of their tokens count, where not all of all do.
+        """
+        rng = np.random.default_rng([self.seed, step])
+        windows = self.tokens // length
+        choice = rng.choice(len(self.streams), size=windows, p=[share for share, _ in self.streams])
+        rows, counted = [], []
+        for index in choice:
+            stream = self.streams[index][1]
+            if stream.starts is None:
+                start = rng.integers(0, len(stream) - length)
+            else:
+                places = stream.places(length + 1)
+                start = places[rng.integers(len(places))]
+            cut = slice(start, start + length + 1)
+            rows.append(stream.tokens[cut].astype(np.int64))
+            counted.append(np.ones(length + 1, dtype=bool) if stream.counted is None else stream.counted[cut])
+        found = torch.from_numpy(np.stack(rows))
+        if all(stream.counted is None for _, stream in self.streams):
+            return (found,)
+        return found, torch.from_numpy(np.stack(counted))
+
+
+def mean_of(loss: Tensor, counted: Tensor | None) -> Tensor:
+    """Mean of losses [...], of those that count (bool [...]; ``None``: all); 0 where none does."""
+    return loss.mean() if counted is None else (loss * counted).sum() / counted.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +182,117 @@ def _spaced(rows: Tensor, count: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float32, device=rows.device).round().long()]
 
 
+def encode_chats(
+    name: str,
+    files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: RunClock,
+    held_out: float = 0.0,
+) -> tuple[Stream, Stream, str]:
+    """Chats by the tokenizer's template, one after another; windows begin where a chat does.
+
+    A chat that is longer than a window has further ones, a window's length apart. What an assistant said counts, with
+    the token that ends it.
+
+    Args:
+        name: of the option that named the files.
+        files: JSON lines, each an object with ``messages``, a list of objects with ``role`` and ``content``.
+        length: tokens of a window, but for one.
+        held_out: share of the chats, the last ones, that the second stream has.
+
+    Returns:
+        Both streams, and a SHA-256 sum of the files.
+
+    Raises:
+        ValueError: a line is no such chat, nobody answers in it, or the tokenizer has no template for it.
+        OSError: a file cannot be read.
+        RuntimeError: the clock's minutes are over.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"{name}: the target's tokenizer has no chat template; write text files and name them by text")
+    chats, digest = [], hashlib.sha256()
+    for file, text in read_texts(name, files, clock, digest):
+        for line, chat in enumerate(text.split("\n"), 1):
+            if chat.strip():
+                clock.check(f"reading {name}, line {line} of {file}")
+                where = f"{name}: {file}, line {line}"
+                chats.append(_encoded(_messages(chat, where), tokenizer, where))
+    if not chats:
+        raise ValueError(f"{name}: no chat in {', '.join(map(str, files[:3])) or 'no file'}")
+    first = len(chats) - (max(1, round(held_out * len(chats))) if held_out else 0)
+    return _stream(chats[:first], length), _stream(chats[first:], length), digest.hexdigest()
+
+
+def _messages(text: str, where: str) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    messages = data.get("messages") if isinstance(data, dict) else None
+    right = isinstance(messages, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in messages
+    )
+    if not right:
+        raise ValueError(f'{where}: expected an object with "messages", a list of objects with "role" and "content"')
+    if not any(turn["role"] == "assistant" for turn in messages):
+        raise ValueError(f'{where}: nobody with the "role" assistant says anything, so there is nothing to learn')
+    return messages
+
+
+def _encoded(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[int], list[bool]]:
+    """Ids of a chat, and which of them an assistant said.
+
+    An answer is encoded by itself, as the target writes it: the prompt before it is encoded when it begins.
+    """
+    ids: list[int] = []
+    counted: list[bool] = []
+    done = ""
+
+    def add(through: str, *, said: bool) -> None:
+        nonlocal done
+        if not through.startswith(done):
+            raise ValueError(
+                f"{where}: the target's chat template writes earlier turns otherwise once later ones follow; give "
+                "chats of one answer each"
+            )
+        new = tokenizer(through[len(done) :], add_special_tokens=False, verbose=False)["input_ids"]
+        end = tokenizer.eos_token_id
+        last = new.index(end) if said and end in new else len(new) - 1
+        ids.extend(new)
+        counted.extend(said and place <= last for place in range(len(new)))
+        done = through
+
+    for number, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            before = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+            add(before, said=False)
+            add(tokenizer.apply_chat_template(messages[: number + 1], tokenize=False), said=True)
+    return ids, counted
+
+
+def _stream(chats: list[tuple[list[int], list[bool]]], length: int) -> Stream:
+    starts: list[int] = []
+    answers: list[int] = []
+    at = 0
+    for _, counted in chats:
+        counts = np.asarray(counted)
+        for begin in range(0, len(counts), length):
+            if begin == 0 or counts[begin : begin + length].sum() >= MIN_COUNTED_TOKENS:
+                starts.append(at + begin)
+        answers.extend(at + np.flatnonzero(counts & ~np.append(False, counts[:-1])))
+        at += len(counts)
+    return Stream(
+        np.asarray([token for ids, _ in chats for token in ids], dtype=np.int32),
+        np.asarray([one for _, counted in chats for one in counted], dtype=bool),
+        np.asarray(starts, dtype=np.int64),
+        np.asarray(answers, dtype=np.int64),
+    )
+
+
 def encode_text(
     name: str,
     files: list[Path],
@@ -78,7 +301,7 @@ def encode_text(
     clock: RunClock,
     held_out: float = 0.0,
 ) -> tuple[Stream, Stream, str]:
-    """Encode text as :func:`~gsd_kernels_train.chats.encode_chats` does chats; the share is of tokens, or a block.
+    """Encode text as :func:`encode_chats` does chats; the share is of tokens, or a block.
 
     Each file has the tokenizer's own beginning, and an end-of-text token behind it.
     """

@@ -25,7 +25,7 @@ from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.runner import RowModel
-from gsd_kernels_train.mtp import block_to_train, new_head
+from gsd_kernels_train.drafters import block_to_train, new_head
 
 LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}
 TREE = GraphConfig(**LEVELS, merge_context=-1)

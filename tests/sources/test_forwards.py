@@ -34,7 +34,7 @@ from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.base import Level
 from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
 from gsd_kernels_hf.sources.layouts import PARTS
-from gsd_kernels_train.mtp import block_to_train, new_head
+from gsd_kernels_train.drafters import block_to_train, new_head
 
 pytestmark = backend_param("cpu").marks
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -20,16 +20,11 @@ from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
 from gsd_kernels_hf.sources.features import Recursive
 from gsd_kernels_train import loop
-from gsd_kernels_train.chats import encode_chats
-from gsd_kernels_train.clock import RunClock
-from gsd_kernels_train.dflash import DFlashTraining
 from gsd_kernels_train.distill import Distillation, distill
-from gsd_kernels_train.drafters import DrafterOptions
-from gsd_kernels_train.eagle3 import Eagle3Training
-from gsd_kernels_train.heads import HeadTraining
+from gsd_kernels_train.drafters import DFlashTraining, DrafterOptions, Eagle3Training, HeadTraining, MtpTraining
 from gsd_kernels_train.job import TrainingOptions, load_target
-from gsd_kernels_train.loop import Interval, load_checkpoint
-from gsd_kernels_train.mtp import MtpTraining
+from gsd_kernels_train.loop import Interval, RunClock, load_checkpoint
+from gsd_kernels_train.text import encode_chats
 
 WINDOWS = torch.randint(3, 250, (3, 13), generator=torch.Generator().manual_seed(3))
 
