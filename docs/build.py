@@ -81,7 +81,7 @@ TYPES = {
     "Options": "gsd_kernels_hf.engine.options",
     "Patch": "gsd_kernels_hf.api",
     "GenerationStats": "gsd_kernels_hf.engine.stats",
-    "SourceStats": "gsd_kernels_hf.sources.ledger",
+    "SourceStats": "gsd_kernels_hf.sources.mixer",
     "HistoryMemory": "gsd_kernels_hf.sources.memory",
     "Text": "gsd_kernels_hf.sources.base",
     "DecodeState": "gsd_kernels_hf.records",

@@ -33,7 +33,6 @@ BUDGET = {
     "python/gsd_kernels_cli": 103,
     "python/gsd_kernels_hf": 46,
     "python/gsd_kernels_hf/acceptance": 22,
-    "python/gsd_kernels_hf/corpus": 4,
     "python/gsd_kernels_hf/costs": 12,
     "python/gsd_kernels_hf/engine": 70,
     "python/gsd_kernels_hf/exported": 7,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from gsd_kernels.ops.corpus import MAX_MATCH, sort_corpus
-from gsd_kernels_hf.corpus.index import HEADER, Header, describe, file_of, fingerprint, read_header
 from gsd_kernels_hf.files import path_of, write_folder
+from gsd_kernels_hf.sources.corpus import HEADER, Header, describe, file_of, fingerprint, read_header
 
 BATCH_TEXTS = 32  # texts that are tokenized at once, fewer where they are long
 BATCH_CHARACTERS = 1 << 20

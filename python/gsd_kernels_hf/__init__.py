@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .sources.base import DraftSource, Level, Prefilled, Proposal
     from .sources.corpus import Corpus
     from .sources.dflash import DFlash
-    from .sources.eagle3 import Eagle3
+    from .sources.feature_drafter import Eagle3
     from .sources.gemma_assistant import Gemma4Assistant
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
@@ -34,7 +34,7 @@ _HOMES = {
     "Corpus": "sources.corpus",
     "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
-    "Eagle3": "sources.eagle3",
+    "Eagle3": "sources.feature_drafter",
     "Gemma4Assistant": "sources.gemma_assistant",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",

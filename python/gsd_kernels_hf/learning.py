@@ -30,8 +30,7 @@ from .model import properties
 from .progress import tracked
 from .records import Verified
 from .sources.history import History
-from .sources.learned import MOST_CONTEXTS, Learned
-from .sources.priors import PRIOR, weights_of
+from .sources.learned import MOST_CONTEXTS, Learned, prior
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -229,7 +228,7 @@ def _answer(model: PreTrainedModel, asked: list[Tensor], answers: Answers, new_t
 
 def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
     """The table of all texts, and a mixture fitted to the answers with tables of the others."""
-    weights = weights_of(PRIOR)
+    weights = prior()
     if len(answers.lessons) >= FEWEST_NODES:
         # What an answer teaches of the table's worth must come from a table that has not seen it.
         halves = [counted(answers.tokens[1 - half :: 2]) for half in (0, 1)]

@@ -19,7 +19,7 @@ from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.sources.checkpoints import BadCheckpoint
 from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig, along
-from gsd_kernels_hf.sources.eagle3 import TARGET_HEAD, Eagle3, Eagle3Config
+from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Eagle3, Eagle3Config
 from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.sources.layouts import HEADS
 from gsd_kernels_hf.sources.mtp import Block, Mtp, blocks_of
@@ -198,10 +198,11 @@ class MtpTraining(UnrolledTraining):
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.zero_()
         module.projection.weight.zero_()[:, -size:].copy_(torch.eye(size, dtype=torch.float32, device="cpu"))
-        module.output_norm.load_state_dict(decoder_of(self.target)[1].state_dict())
+        module.norm.load_state_dict(decoder_of(self.target)[1].state_dict())
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`UnrolledTraining.outputs`."""
+        hidden = self.module.norm(hidden)
         return hidden, output_logits(self.options, self.target, hidden)
 
     def save(self, folder: Path) -> None:
@@ -322,7 +323,7 @@ class DFlashTraining(DrafterTraining):
             features = self.module.fuse([state[:, :places] for state in states])
             self.module.store(features, text.expand(batch, -1), rows)
             at = (roots[..., None] + row).flatten(1)
-            hidden = self.module(self.embedded(block.flatten(1)), at, rows)
+            hidden = self.module.norm(self.module(self.embedded(block.flatten(1)), None, at, rows))
         hidden = hidden.unflatten(1, (count, size))[:, :, size - self.guesses :]
         logits = output_logits(self.options, self.target, hidden)
         if self.module.edges is None:

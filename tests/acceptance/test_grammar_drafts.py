@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model.vocabulary import Vocabulary
-from gsd_kernels_hf.sources.matchers import walks_of
+from gsd_kernels_hf.sources.grammar import walks_of
 
 SHAPE = gsd.GraphConfig(depth=0, history_depth=8, history_width=3, width=3, branch=3, max_rows=16)
 FORCED = r'\{"first_name": "Ada", "kind": "(class|def)", "on": (true|false)\}'

@@ -17,8 +17,8 @@ from models import tokenizer
 
 from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf import store
-from gsd_kernels_hf.corpus.index import HEADER, open_corpus, read_header
 from gsd_kernels_hf.files import locked, write_folder
+from gsd_kernels_hf.sources.corpus import HEADER, open_corpus, read_header
 from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
 
 

@@ -17,8 +17,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.known import learned_file, learned_of
 from gsd_kernels_hf.model.facts import Facts
-from gsd_kernels_hf.sources.learned import read_learned
-from gsd_kernels_hf.sources.priors import PRIOR, weights_of
+from gsd_kernels_hf.sources.learned import prior, read_learned
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -70,7 +69,7 @@ def test_weights_are_fitted_to_many_answers(target, monkeypatch, tmp_path):
     monkeypatch.setattr(learning, "FEWEST_NODES", 8)  # so that four short answers are many
     file = gsd.learn(target, prompts=ASKED, new_tokens=24, file=tmp_path / "fitted.safetensors")
     found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=target.config.vocab_size)
-    shipped = weights_of(PRIOR)
+    shipped = prior()
     assert found.weights.isfinite().all() and not torch.equal(found.weights, shipped.to(found.weights))
     call = {"input_ids": ASKED[0][None], **GREEDY, "draft_sources": ("history",), "return_dict_in_generate": True}
     plain, out = (gsd.generate(target, **call, graph_config=c, learned=file) for c in ("plain", SHAPE))

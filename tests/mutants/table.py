@@ -21,10 +21,10 @@ HOST, LOCKSTEP, SAMPLING, CRITERIA = (
 )
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "probe", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "resolved", "output"))
-HISTORY, MEMORY, GRAMMAR, MATCHERS, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
+HISTORY, MEMORY, GRAMMAR, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
     HF + f"sources/{name}.py"
     for name in (
-        *("history", "memory", "grammar", "matchers", "border"),
+        *("history", "memory", "grammar", "border"),
         *("features", "layouts", "mtp", "dflash"),
     )
 )
@@ -83,7 +83,7 @@ MUTANTS = [Mutant(*row) for row in (
     (HISTORY, "if memory is not None and memory.era is self.era:", "if memory is not None:", "history's privacy: what was cleared during a call comes back", T_MEMORY),
     (HISTORY, "not text.continues or era is not self.era:", "not text.continues:", "history's privacy: a session goes on with what was cleared", T_MEMORY),
     (MEMORY, "each(rows[0], Tensor.clone)", "rows[0]", "history: what is kept is the call's own table", T_MEMORY),
-    (MATCHERS, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
+    (GRAMMAR, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
     (GRAMMAR, "        walk.back(steps)\n        return text, probs, ends", "        return text, probs, ends", "grammar: a walk does not come back", T_GRAMMAR),
     (GRAMMAR, "self.before[b] = (self.before[b] + self._spelled(new))[-256:]", "self.before[0] = (self.before[b] + self._spelled(new))[-256:]", "batch borders: a grammar's text is written to the first sequence", T_GRAMMAR),
     (HISTORY, "inside = (place >= kv_start[:, None]) & (place < lengths[:, None])", "inside = (place < lengths[:, None])", "batch borders: left padding is remembered as text", T_PADDING),

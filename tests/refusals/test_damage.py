@@ -23,7 +23,7 @@ from sources.drafters import dflash_config, eagle3_config, random_dflash, random
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import learning
-from gsd_kernels_hf.corpus.index import open_corpus
+from gsd_kernels_hf.sources.corpus import open_corpus
 from gsd_kernels_hf.sources.learned import read_learned
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.memory import HistoryMemory

@@ -23,7 +23,7 @@ from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
 from gsd_kernels_hf.sources.dflash import DFlashConfig, along
-from gsd_kernels_hf.sources.eagle3 import Eagle3Config
+from gsd_kernels_hf.sources.feature_drafter import Eagle3Config
 from gsd_kernels_hf.sources.layouts import HEADS, HeadLayout
 from gsd_kernels_hf.sources.load import source_of
 
@@ -254,7 +254,7 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         positions = torch.arange(place + config.block_size).expand(len(text), -1)
         rows = Block()
         module.store(module.fuse([state[:, :place] for state in chosen]), positions[:, :place], rows)
-        hidden = module(embed(block), positions[:, place:], rows)
+        hidden = module.norm(module(embed(block), None, positions[:, place:], rows))
         hidden = hidden[:, config.block_size - config.num_drafted :]
         logits = hidden @ head.T
         if module.edges is not None:
@@ -319,7 +319,7 @@ def give_head(folder: Path, name: str) -> dict[str, torch.Tensor]:
     family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
     gen, last = torch.Generator().manual_seed(3), weights["lm_head.weight"]
     size = last.shape[1]
-    norms = ["embedding_norm", "hidden_norm", "output_norm"][: 2 + (family.layout.output_norm is not None)]
+    norms = ["embedding_norm", "hidden_norm", "norm"][: 2 + (family.layout.norm is not None)]
     like = {f"{norm}.weight": torch.zeros(size) for norm in norms} | {"projection.weight": torch.zeros(size, 2 * size)}
     layer = f"layers.{family.layer}."
     for full, value in weights.items():

@@ -20,11 +20,10 @@ import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, NgramTable
 from gsd_kernels_hf.costs.pair import fingerprint
 from gsd_kernels_hf.packed.gguf import from_gguf
-from gsd_kernels_hf.sources import shipped
+from gsd_kernels_hf.sources import learned
 from gsd_kernels_hf.sources.history import History
-from gsd_kernels_hf.sources.learned import read_learned
+from gsd_kernels_hf.sources.learned import FOLDER, SHIPPED, print_of_vectors, read_learned
 from gsd_kernels_hf.sources.memory import HistoryMemory
-from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED, print_of_vectors
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -237,8 +236,8 @@ def learned_of(tmp_path, monkeypatch):
     gsd.learn(model, prompts=ASKED, new_tokens=32, file=place, progress=False)
     found = read_learned(place, fingerprint=fingerprint(model), vocab_size=96)
     replace(found, fingerprint=own).save(place)
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    monkeypatch.setattr(shipped, "SHIPPED", {NAME: own})
+    monkeypatch.setattr(learned, "FOLDER", tmp_path)
+    monkeypatch.setattr(learned, "SHIPPED", {NAME: own})
     return model
 
 
@@ -254,8 +253,8 @@ def found_in(caplog):
 def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, learned_of, tmp_path, caplog):
     model = FORMS[form](learned_of, tmp_path)
     plain, steps = gsd.generate(model, ASKED, **CALL, graph_config="plain"), []
-    for learned in ({}, {"learned": False}):
-        with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(model, **DRAFTS, **learned) as handle:
+    for asked in ({}, {"learned": False}):
+        with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(model, **DRAFTS, **asked) as handle:
             assert torch.equal(model.generate(ASKED, **CALL), plain)
             steps.append(handle.stats.steps)
     (line,) = found_in(caplog)

@@ -20,8 +20,7 @@ from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.ledger import Retention, SourceWeights
-from gsd_kernels_hf.sources.mixer import Mixer
+from gsd_kernels_hf.sources.mixer import Mixer, Retention, SourceWeights
 
 CPU = torch.device("cpu")
 SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gsd_kernels_cli import comparison
-from gsd_kernels_hf.sources.shipped import shipped_file
+from gsd_kernels_hf.sources.learned import shipped_file
 
 from ..competitors import Competitor, Decode, inputs_of
 from ..configs import PROMPT_LOOKUP_TOKENS

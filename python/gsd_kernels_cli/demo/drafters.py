@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from gsd_kernels_hf.sources.dflash import DFlash
-from gsd_kernels_hf.sources.eagle3 import Eagle3
+from gsd_kernels_hf.sources.feature_drafter import Eagle3
 from gsd_kernels_hf.sources.load import load_drafter
 
 __all__ = ["FOLDER", "KINDS", "embedded", "heads_folder"]

@@ -17,8 +17,8 @@ from ..model.runner import CachedText
 from ..packed import copies
 from ..policy.base import Policy
 from ..sources.base import DraftSource
-from ..sources.ledger import Retention, SourceWeights
 from ..sources.memory import HistoryMemory
+from ..sources.mixer import Retention, SourceWeights
 from .resolved import Request, SessionKey, Sources
 from .session import Session, larger, room_to_begin, rounded
 

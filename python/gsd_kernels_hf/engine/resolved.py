@@ -30,11 +30,10 @@ from ..policy.base import Policy
 from ..sources import border
 from ..sources.base import DraftSource, OwnSource, remembers
 from ..sources.drafts import draft_source
-from ..sources.grammar import Grammar
+from ..sources.grammar import Grammar, holds_grammar
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded, source_of
-from ..sources.matchers import holds_grammar
 from ..validate import CONFIG_FIELDS, DRAFT_LENGTHS, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
 from .options import NAMES, Options
 

@@ -46,9 +46,8 @@ from ..policy.base import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource, Level, OwnSource
 from ..sources.learned import Known
-from ..sources.ledger import SourceWeights
 from ..sources.memory import HistoryMemory
-from ..sources.mixer import Mixer
+from ..sources.mixer import Mixer, SourceWeights
 from .resolved import Request, SessionKey
 from .stats import Clock
 

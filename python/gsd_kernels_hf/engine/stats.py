@@ -14,7 +14,7 @@ import torch
 from gsd_kernels.config import PLAIN
 
 from ..model import replay
-from ..sources.ledger import SourceStats
+from ..sources.mixer import SourceStats
 
 
 @dataclass(repr=False)

@@ -1,4 +1,4 @@
 """Draft sources: what proposes the continuations of a step. One file each.
 
-May import :mod:`gsd_kernels_hf.corpus`, :mod:`gsd_kernels_hf.validate` and :mod:`gsd_kernels_hf.model`.
+May import :mod:`gsd_kernels_hf.validate` and :mod:`gsd_kernels_hf.model`.
 """

@@ -163,8 +163,10 @@ def files_of(folder: Path) -> dict[str, str]:
     pickled = [name for name in PICKLES if (folder / name).is_file()]
     if pickled:
         raise bad(
-            f"{folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
-            f"convert it where you trust it: {conversion(folder / pickled[0], whole)}"
+            f"{folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; convert it where "
+            'you trust it: python -c "import torch; from safetensors.torch import save_file; '
+            f"w = torch.load('{folder / pickled[0]}', map_location='cpu', weights_only=True); "
+            f"save_file({{k: v.contiguous() for k, v in w.items()}}, '{whole}')\""
         )
     raise bad(f"no {WEIGHTS} in {folder}")
 
@@ -229,8 +231,12 @@ class Checkpoint:
             BadCheckpoint: a tensor is missing, not known, of another shape, or not finite.
         """
         scaled = [name for name in expected if name + SCALE in self.files]
-        block = self.scale_block() if scaled else (1, 1)
-        expected = dict(expected)
+        quantised, expected = self.config.get("quantization_config"), dict(expected)
+        block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
+        # Rows and columns of a weight that share a scale.
+        pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        if scaled and not pair:
+            raise bad(f"weight_block_size in its config: expected two positive integers, got {block!r}")
         for name in scaled:
             expected[name + SCALE] = tuple(-(-n // step) for n, step in zip(expected[name], block, strict=True))
         for name, shape in expected.items():
@@ -254,18 +260,6 @@ class Checkpoint:
             tensors[name] = unscaled(tensors[name], tensors.pop(name + SCALE), block)
         return tensors
 
-    def scale_block(self) -> tuple[int, int]:
-        """Rows and columns of a weight that share a scale, of a checkpoint in FP8.
-
-        Raises:
-            BadCheckpoint: no such pair of numbers.
-        """
-        quantised = self.config.get("quantization_config")
-        block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
-        if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-            raise bad(f"weight_block_size in its config: expected two positive integers, got {block!r}")
-        return block[0], block[1]
-
     def _read(self) -> dict[str, Tensor]:
         found = {}
         for path in {place.path for place in self.files.values()}:
@@ -275,20 +269,12 @@ class Checkpoint:
         return found
 
 
-def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def unscaled(weight: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
     """A weight [N, K] in FP8 with a scale for every block of it [⌈N / rows⌉, ⌈K / columns⌉], float32."""
     factors = scales.float()
     for dim, size in enumerate(block):
         factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * factors
-
-
-def conversion(pickled: Path, safe: Path) -> str:
-    """The command that writes a pickle of tensors as safetensors; it unpickles tensors only."""
-    return (
-        f"python -c \"import torch; from safetensors.torch import save_file; w = torch.load('{pickled}', "
-        f"map_location='cpu', weights_only=True); save_file({{k: v.contiguous() for k, v in w.items()}}, '{safe}')\""
-    )
 
 
 def number(config: Mapping[str, Any], name: str, *, default: int | None = None, least: int = 1) -> int:
@@ -363,21 +349,3 @@ def move_to(module: nn.Module, target: PreTrainedModel | None) -> None:
     module.eval().requires_grad_(False)
     if target is not None:
         module.to(device_of(target), target.dtype)
-
-
-def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:
-    """Raise unless draft ids stand for different target ids.
-
-    Raises:
-        BadCheckpoint: out of range, or two for one.
-    """
-    low, high = int(target_ids.min()), int(target_ids.max())
-    far = low if low < 0 else high
-    refuse(
-        {
-            f"{name} maps a draft token to {far}, outside the vocabulary of {vocabulary_size}": (
-                not 0 <= far < vocabulary_size
-            ),
-            f"{name} maps two draft tokens to one token of the target": len(target_ids.unique()) < len(target_ids),
-        }
-    )

@@ -1,19 +1,156 @@
-"""Corpus: a draft source without a forward, from texts that were indexed on disk."""
+"""Corpus: a draft source without a forward, from texts that were indexed on disk.
+
+The files of an index, docs/drafts.md: three arrays that are mapped into memory, and a header that describes them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall
 
-from ..corpus.index import open_corpus
 from ..files import path_of
 from ..model import properties
 from .base import Level, OwnSource, Proposal, Text
+
+HEADER = "corpus.json"
+FORMAT = "gsd_kernels corpus"
+VERSION = 1
+ARRAYS = ("text", "order", "following")
+MAX_HEADER_BYTES = 1 << 20  # bytes: it has some hundred
+BLOCK_BYTES = 4096  # bytes
+COMPARED_BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
+PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The head of a corpus, which says how it was made.
+
+    Attributes:
+        tokens: of all documents.
+        entries: positions that can be found: all but the last of each document.
+        documents: how many texts.
+        max_match: tokens of context by which it is sorted.
+        vocab_size: of the tokenizer, 0 where none is known.
+        largest_token: the largest id in it.
+        tokenizer: its fingerprint, see :func:`fingerprint`; empty where none is known.
+        arrays: bytes of each file, and a hash of :data:`COMPARED_BLOCKS` blocks of it, by name.
+    """
+
+    tokens: int
+    entries: int
+    documents: int
+    max_match: int
+    vocab_size: int
+    largest_token: int
+    tokenizer: str
+    arrays: dict[str, dict[str, Any]]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A hash of a tokenizer's vocabulary and of what it makes of a probe; "" for none."""
+    if tokenizer is None:
+        return ""
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()[:32]
+
+
+def describe(folder: Path, about: Mapping[str, Any]) -> str:
+    """The header's text, of arrays that lie in ``folder``."""
+    arrays = {name: _content(folder, name) for name in ARRAYS}
+    values = {"format": FORMAT, "version": VERSION, **asdict(Header(**about, arrays=arrays))}
+    return json.dumps({**values, "sha256": _digest(values)}, indent=1) + "\n"
+
+
+def open_corpus(folder: Path, tokenizer: Any = None) -> tuple[Header, SortedCorpus]:
+    """Map an index into memory, whatever its size; every process that opens it shares the same pages.
+
+    The size of every file and a sample of its blocks are compared with the header.
+
+    Args:
+        folder: where ``gsd-kernels index`` wrote it.
+        tokenizer: of the target; ``None`` where it is not at hand.
+
+    Raises:
+        ValueError: no index, one of another tokenizer, of a newer version, or a damaged one, by name.
+    """
+    header = read_header(folder)
+    if tokenizer is not None and header.tokenizer and (own := fingerprint(tokenizer)) != header.tokenizer:
+        raise ValueError(
+            f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
+            f"{own}); index the files anew with the target's"
+        )
+    arrays = {name: _mapped(folder, name, header.arrays[name]) for name in ARRAYS}
+    return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def read_header(folder: Path) -> Header:
+    """The header of an index.
+
+    Raises:
+        ValueError: see :func:`open_corpus`.
+    """
+    file = folder / HEADER
+    if not file.is_file():
+        raise ValueError(f"corpus: {folder} holds no index ({HEADER} is not there); write one with gsd-kernels index")
+    damaged = f"corpus: {file} is damaged; index the files anew"
+    try:
+        with file.open("rb") as opened:
+            values = json.loads(opened.read(MAX_HEADER_BYTES).decode())  # what is cut is no JSON
+        digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(damaged) from error
+    if kind != FORMAT or not isinstance(version, int):
+        raise ValueError(f"corpus: {file} is no index of gsd_kernels; write one with gsd-kernels index")
+    if version > VERSION:
+        raise ValueError(f"corpus: {folder} has version {version}, newer than {VERSION}; update gsd_kernels")
+    same = digest == _digest({"format": kind, "version": version, **values})
+    if not same or values.get("max_match") != MAX_MATCH:
+        raise ValueError(damaged)
+    return Header(**values)  # as it was written, or the digest would be another
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """The file of an array."""
+    return folder / f"{name}.npy"
+
+
+def _mapped(folder: Path, name: str, expected: Mapping[str, Any]) -> np.ndarray:
+    file = file_of(folder, name)
+    if not file.is_file():
+        raise ValueError(f"corpus: {file} is not there; index the files anew")
+    if _content(folder, name) != expected:
+        raise ValueError(f"corpus: {file} is damaged; index the files anew")
+    # Copy-on-write, and never written: the pages are those of the file, and PyTorch wants memory that may be written.
+    return np.load(file, mmap_mode="c", allow_pickle=False)
+
+
+def _content(folder: Path, name: str) -> dict[str, Any]:
+    """Bytes of a file, and a hash of evenly spaced blocks of it, its first and last ones among them."""
+    digest = hashlib.sha256()
+    with file_of(folder, name).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        last = max(0, size - BLOCK_BYTES)
+        for at in sorted({last * i // (COMPARED_BLOCKS - 1) for i in range(COMPARED_BLOCKS)}):
+            file.seek(at)
+            digest.update(file.read(BLOCK_BYTES))
+    return {"bytes": size, "sample": digest.hexdigest()}
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 class Corpus(OwnSource):
@@ -30,7 +167,7 @@ class Corpus(OwnSource):
         name: in statistics; of several corpora each needs its own.
 
     Attributes:
-        header: tokens, documents and origin, see :class:`~gsd_kernels_hf.corpus.index.Header`.
+        header: tokens, documents and origin, see :class:`Header`.
 
     Raises:
         ValueError: no index, a damaged one, one of another tokenizer or of a newer version.

@@ -9,9 +9,10 @@ DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), DeepSpec's (flat), that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.step import FedRows
 
-from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
+from ..model.attention import GraphInputs
 from . import checkpoints
 from .base import Level, Proposal, Text, rows_at
 from .checkpoints import bad
@@ -157,17 +158,9 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.recurrent = kind == "rnn"  # whether it has a state
         self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank) if kind == "rnn" else None
-
-    @property
-    def recurrent(self) -> bool:
-        """Return whether it has a state."""
-        return self.joint_proj is not None
-
-    def begin(self, hidden: Tensor) -> Tensor:
-        """The state before a block [B, 1, r], of any of its rows [B, 1, D]."""
-        return hidden.new_zeros(len(hidden), 1, self.markov_w2.in_features)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank) if self.recurrent else None
 
     def forward(self, logits: Tensor, hidden: Tensor, before: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Logits of edges [B, W, V], and the state after them.
@@ -176,12 +169,13 @@ class MarkovHead(nn.Module):
             logits: [B, W, V], of a position by itself.
             hidden: [B, W, D], what they were made of.
             before: int64 [B, W], the token before.
-            state: [B, W, r], of the path so far; ``None`` of a head without one.
+            state: [B, W, r], of the path so far; ``None`` before a block, and of a head without one.
         """
         embedded = self.markov_w1(before)
         if self.gate_proj is not None:
             embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
         if self.joint_proj is not None:
+            state = hidden.new_zeros(embedded.shape) if state is None else state
             gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
             gate, embedded = gate.sigmoid(), output.tanh()
             state = gate * state + (1 - gate) * candidate.tanh()
@@ -199,7 +193,7 @@ def along(edges: Any, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
     if not edges.recurrent:
         scored: Tensor = edges(logits, hidden, before)[0]
         return scored
-    state, found = edges.begin(hidden), []
+    state, found = None, []
     for at in range(logits.shape[1]):
         scored, state = edges(logits[:, at, None], hidden[:, at, None], before[:, at, None], state)
         found.append(scored)
@@ -253,21 +247,17 @@ class DynamicConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))  # before, after
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
-    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve rows [B, R, D] to what the part reads, beside it the δ for :meth:`after` [B, R, taps, groups]."""
-        delta = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))
-        return self.convolved(hidden, delta[:, :, 0], self.base_kernel[0]), delta[:, :, 1]
+    def forward(self, part: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """The part of rows [B, R, D], convolved on both sides of it."""
+        delta = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))  # [B, R, 2, taps, groups]
+        return self.convolved(part(self.convolved(hidden, delta, 0)), delta, 1)
 
-    def after(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """The part's output [B, R, D], convolved."""
-        return self.convolved(hidden, delta, self.base_kernel[1])
-
-    def convolved(self, hidden: Tensor, delta: Tensor, base: Tensor) -> Tensor:
-        """[B, R, D] with δ [B, R, taps, groups] and base [taps, D] → [B, R, D]."""
+    def convolved(self, hidden: Tensor, delta: Tensor, side: int) -> Tensor:
+        """Convolve [B, R, D] before the part, side 0, or after it, side 1."""
         found = torch.zeros_like(hidden)
         for tap in range(self.taps):
             shifted = nn.functional.pad(hidden, (0, 0, tap, 0))[:, : hidden.shape[1]]
-            weight = base[tap] + delta[:, :, tap].repeat_interleave(self.group, -1)
+            weight = self.base_kernel[side, tap] + delta[:, :, side, tap].repeat_interleave(self.group, -1)
             found = found + weight * shifted
         return found
 
@@ -282,10 +272,9 @@ class ConvolvedLayer(Qwen3DecoderLayer):
 
     def forward(self, hidden: Tensor, **options: Any) -> Tensor:
         """The rows of one block [B, R, D] → [B, R, D]."""
-        read, delta = self.attention_conv.before(self.input_layernorm(hidden))
-        hidden = hidden + self.attention_conv.after(self.self_attn(read, **options)[0], delta)
-        read, delta = self.mlp_conv.before(self.post_attention_layernorm(hidden))
-        return hidden + self.mlp_conv.after(self.mlp(read), delta)
+        attention = lambda rows: self.self_attn(rows, **options)[0]  # noqa: E731
+        hidden = hidden + self.attention_conv(attention, self.input_layernorm(hidden))
+        return hidden + self.mlp_conv(self.mlp, self.post_attention_layernorm(hidden))
 
 
 class DFlash(FeatureDrafter):
@@ -305,6 +294,9 @@ class DFlash(FeatureDrafter):
         self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.windows = [window and window + 1 for window in self.windows]  # counted from the root, by every row
+        # A decoder's layers over rows that see each other, behind keys and values of features. Not where they are
+        # convolved, or have windows: these are counted from the root, so that all rows see the same.
+        self.plain = not taps and not any(self.windows)
         for layer, window in zip(self.layers, self.windows, strict=True):
             layer.self_attn.sliding_window = window
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
@@ -320,14 +312,6 @@ class DFlash(FeatureDrafter):
     def edges(self) -> MarkovHead | Selector | None:
         """The head that scores a token by the one before, or by all before it, if there is one."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
-
-    @property
-    def plain(self) -> bool:
-        """Layers are a decoder's over rows that see each other, behind keys and values of features.
-
-        Not where they are convolved, or have windows: these are counted from the root, so that all rows see the same.
-        """
-        return not self.config.conv_kernel_size and not any(self.windows)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
@@ -360,41 +344,6 @@ class DFlash(FeatureDrafter):
             values = attention.v_proj(features).view(heads).transpose(1, 2)
             cache.update(apply_rotary_pos_emb(keys, keys, *turns)[1], values, number)
 
-    def forward(self, embedded: Tensor, positions: Tensor, graph: Attends, cache: Any = None) -> Tensor:
-        """Forward a block to what the output matrix reads.
-
-        Args:
-            embedded: [B, block_size, D], of the root and of masks.
-            positions: int64 [B, block_size], in the text.
-            graph: what the rows see, of the features' keys and values too.
-            cache: that has these; ``None``: ``graph`` does.
-
-        Returns:
-            [B, block_size, D].
-        """
-        options, hidden = self.options(embedded, positions, graph, cache), embedded
-        with switched_configs(configs_of(self.layers)):
-            for layer in self.layers:
-                hidden = layer(hidden, **options)
-        return self.norm(hidden)
-
-
-@dataclass
-class BlockInputs:
-    """The inputs of a block's rows: of layers without a window, and in those with one.
-
-    Attributes:
-        whole, windowed: of these, in this order.
-    """
-
-    whole: GraphInputs
-    windowed: GraphInputs
-
-    def attend(self, module: nn.Module, *given: Any) -> Tensor:
-        """See :class:`~gsd_kernels_hf.model.attention.Attends`."""
-        inputs = self.whole if module.sliding_window is None else self.windowed
-        return inputs.attend(module, *given)
-
 
 class DFlashDrafts(Ahead):
     """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
@@ -410,12 +359,13 @@ class DFlashDrafts(Ahead):
         """Make the storage of a session, and what the block's rows see."""
         super().start(text)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
+        size = config.block_size
+        self.recurrent = getattr(self.module.edges, "recurrent", False)  # whether a node's whole path counts
         self.states = NodeVectors()
-        row = torch.arange(config.block_size, device=device)
-        every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
-        self.row = row.to(torch.int32).expand(batch, -1)
-        earlier = pack_bits(every.tril()).expand(batch, -1, -1).contiguous()
-        self.sees_all = earlier if config.causal_head else pack_bits(every).expand(batch, -1, -1).contiguous()
+        self.row = torch.arange(size, dtype=torch.int32, device=device).expand(batch, -1)
+        every = torch.ones(size, size, dtype=torch.bool, device=device)
+        earlier, whole = (pack_bits(sees).expand(batch, -1, -1).contiguous() for sees in (every.tril(), every))
+        self.sees_all = earlier if config.causal_head else whole
         self.sees_window = self.sees_all if config.sliding_window_non_causal else earlier
 
     def prepare(self, config: GraphConfig) -> None:
@@ -435,24 +385,29 @@ class DFlashDrafts(Ahead):
         # Windows are counted from the root, so for attention all rows are where the root is.
         here = torch.zeros_like(self.row)
         graph = inputs.kv_len, inputs.kv_start, here, here, inputs.backend
-        seen = BlockInputs(*(GraphInputs(sees, *graph) for sees in (self.sees_all, self.sees_window)))
-        states = self.module(self.embedded(fed.ids), fed.positions, seen, self.rows.cache)
-        return states, self.head(states[:, -self.module.config.num_drafted :].to(self.head.weight.dtype))
+        whole, windowed = (GraphInputs(sees, *graph) for sees in (self.sees_all, self.sees_window))
+
+        def attend(module: nn.Module, *given: Any) -> Tensor:
+            return (whole if module.sliding_window is None else windowed).attend(module, *given)
+
+        seen = SimpleNamespace(attend=attend)
+        hidden = self.module(self.embedded(fed.ids), None, fed.positions, seen, self.rows.cache)
+        states = self.module.norm(hidden)
+        return states, self.head(states[:, -self.drafted :].to(self.head.weight.dtype))
 
     def look_ahead(self, level: Level, end: Tensor) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
         self.feed(end, level.config.chain_rows, keep=0)
-        (states, logits), config = self.forward_block(), self.module.config
+        states, logits = self.forward_block()
         if self.by_node:
-            self.hidden, self.logits = states[:, -config.num_drafted :], logits
+            self.hidden, self.logits = states[:, -self.drafted :], logits
         else:
             self.keep_positions(logits, level)
         if self.recurrent:
-            edges, root = self.module.edges, states[:, :1]
-            first = edges.begin(root)
-            if not config.sample_from_anchor:  # the root's row went before, with the same token
+            first: Any = 0.0
+            if not self.module.config.sample_from_anchor:  # the root's row went before, with the same token
                 token = self.known_tokens(self.state.root_tokens())[:, None]
-                _, first = edges(logits[:, :1], root, token, first)
+                _, first = self.module.edges(logits[:, :1], states[:, :1], token)
             self.prepare_states(level.config)  # a shape may only be warmed up
             self.states.by_shape[level.config][:, :1] = first  # which the root's own takes the place of
 
@@ -460,11 +415,6 @@ class DFlashDrafts(Ahead):
     def confident(self) -> bool:
         """Return whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
         return self.module.confidence_head is not None and not self.sampler.greedy
-
-    @property
-    def recurrent(self) -> bool:
-        """Return whether what follows a node depends on its whole path."""
-        return getattr(self.module.edges, "recurrent", False)
 
     @property
     def by_node(self) -> bool:
@@ -479,11 +429,10 @@ class DFlashDrafts(Ahead):
         """Candidates after the nodes of a frontier, by their depths and, with edges, their tokens."""
         if not self.by_node:
             return super().at_depths(level)
-        drafted, frontier = self.module.config.num_drafted, level.frontier
-        place = frontier.depths.long().clamp(max=drafted)  # [B, W]
-        at = place.clamp(max=drafted - 1).to(self.logits.device)
+        place = level.frontier.depths.long().clamp(max=self.drafted)  # [B, W]
+        at = place.clamp(max=self.drafted - 1).to(self.logits.device)
         hidden, logits = rows_at(self.hidden, at), rows_at(self.logits, at)
-        before = self.known_tokens(frontier.token_ids)
+        before = self.known_tokens(level.frontier.token_ids)
         if self.module.edges is not None:
             state = self.states.of_parents(level) if self.recurrent else None
             logits, state = self.module.edges(logits, hidden, before, state)
@@ -492,7 +441,7 @@ class DFlashDrafts(Ahead):
         tokens, log_probs = self.ranked(logits, level.positions, level.config.branch)
         if self.confident:
             log_probs = log_probs + logsigmoid(self.module.confidence(hidden, before)).to(log_probs)
-        there = (place < drafted)[..., None]
+        there = (place < self.drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
 
     def forward_block(self) -> tuple[Tensor, Tensor]:
@@ -501,4 +450,4 @@ class DFlashDrafts(Ahead):
         tokens[:, 0] = self.state.root_tokens()
         graph = self.cached, 0, self.sees_all, self.row, self.row
         states, logits = self.forward(tokens, None, *graph, keep=tokens.shape[1])
-        return states, logits[:, -self.module.config.num_drafted :]
+        return states, logits[:, -self.drafted :]

@@ -64,12 +64,11 @@ class Expansion(OwnSource):
 
     Attributes:
         vocabulary: of the model.
-        stem: of the prefix's positions, how many are rows of this step.
-        root_alone: whether level 0 forwards the root's row alone, rather than all tokens that the cache lacks.
+        stem: of the prefix's positions, how many are rows of this step: 1 where level 0 forwards the root's row alone,
+            rather than all tokens that the cache lacks.
     """
 
     stem = 0
-    root_alone = False
 
     def start(self, text: Text) -> None:
         """Make the model's cache."""
@@ -87,7 +86,7 @@ class Expansion(OwnSource):
 
     def first_rows(self, config: GraphConfig) -> int:
         """Rows of the forward up to the root."""
-        return 1 if self.root_alone else config.chain_rows
+        return self.stem or config.chain_rows
 
     def prefix(self) -> Tensor:
         """Positions of the cache before a level's nodes, the root's included: int32 [B]."""

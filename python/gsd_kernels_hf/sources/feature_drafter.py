@@ -2,12 +2,18 @@
 
 All of them have layers, a norm behind them and a rotary embedding. EAGLE-3 and DFlash come from checkpoints of their
 own, which say the sizes of their layers and may bring an embedding, an output matrix and a vocabulary.
+
+EAGLE-3 (arXiv 2503.01840) is here: one decoder layer reads at every position a feature of the target and the embedding
+of the token after. Drafted tokens have no feature of the target's, so the layer's own output stands in for it: one
+vector a node, which travels along the drafted edges. Layouts: SafeAILab's, SpecForge's (which SGLang serves) and that
+of speculators (which vLLM serves).
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +23,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ..model.attention import Attends
+from ..model.attention import Attends, configs_of, switched_configs
 from ..model.foreign import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
+from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .checkpoints import Checkpoint, bad
-from .layouts import weight_name
+from .layouts import EAGLE3, settings_of, weight_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,23 +95,42 @@ class HiddenDrafter(nn.Module):
         sizes = f"{len(self.layers)} layer(s) of width {self.sizes.hidden_size}, vocabulary of {tokens:,} tokens"
         return f"<{type(self).__name__}: {self.kind}, {sizes}>"
 
-    def options(self, like: Tensor, positions: Tensor, graph: Attends, cache: Any) -> dict[str, Any]:
-        """Arguments of a decoder layer beside its hidden states.
+    def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
+        """Hidden states [B, R, D], and the layers that they go through: all, or those behind what is computed here."""
+        return embedded, self.layers
+
+    def forward(self, embedded: Tensor, features: Any, positions: Tensor, graph: Attends, cache: Any = None) -> Tensor:
+        """The layers' output before the last norm.
 
         Args:
-            like: for dtype and device.
-            positions: int64 [B, R].
+            embedded: [B, R, D], of the token after each position; of a block the root's and those of masks.
+            features: [B, R, D], of the target, or vectors of drafted nodes' parents; ``None`` of a block.
+            positions: int64 [B, R], in the text.
             graph: what the rows see.
             cache: where keys and values go; ``None``: nowhere.
+
+        Returns:
+            [B, R, D].
         """
-        return {
+        options = {
             "attention_mask": None,
             "position_ids": positions,
-            "position_embeddings": self.rotary(like, positions),
+            "position_embeddings": self.rotary(embedded if features is None else features, positions),
             "use_cache": cache is not None,
             "graph": graph,
             cache_argument(self.layers[0]): cache,
         }
+        with switched_configs(configs_of(self)):
+            hidden, layers = self.begin(embedded, features, options)
+            for layer in layers:
+                hidden = layer(hidden, **options)
+        return hidden
+
+    def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
+        """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by ``head``; ``None``: the drafter's own."""
+        normed, head = self.norm(hidden), self.lm_head if head is None else head
+        logits = head(normed.to(device_of_weights(head), dtype_of(head)))
+        return normed if self.hands_on_normed else hidden, logits
 
     def check_block(self) -> None:
         """Raise unless the layers can be forwarded, as those of LLaMA and Qwen3 can."""
@@ -245,7 +271,16 @@ class FeatureDrafter(HiddenDrafter):
             module.check_target(target)
         checkpoint.load_into(module)
         if module.d2t is not None:
-            checkpoints.check_map("d2t", module.target_ids(), vocab_size)
+            ids = module.target_ids()
+            far = int(ids.min() if ids.min() < 0 else ids.max())
+            checkpoints.refuse(
+                {
+                    f"d2t maps a draft token to {far}, outside the vocabulary of {vocab_size}": (
+                        not 0 <= far < vocab_size
+                    ),
+                    "d2t maps two draft tokens to one token of the target": len(ids.unique()) < len(ids),
+                }
+            )
         checkpoints.move_to(module, target)
         return module
 
@@ -275,3 +310,172 @@ class FeatureDrafter(HiddenDrafter):
         numbers: tuple[int, ...] | None = self.config.hidden_layers
         count = int(text_config(target).num_hidden_layers)
         return (2, count // 2, count - 3) if numbers is None else numbers
+
+
+# EAGLE-3 and P-EAGLE.
+
+UNITS_AT_ONCE = 64
+"""Columns of the target's output matrix that are read at once."""
+
+MASK = "mask_hidden"
+"""P-EAGLE's tensor."""
+
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of P-EAGLE's mask token, in the order in which vLLM looks for them."""
+
+TARGET_HEAD = "target_lm_head"
+"""Setting of a config of ours: the output matrix is not stored, see :attr:`Eagle3Config.own_head`."""
+
+PARALLEL = 8
+"""Tokens that P-EAGLE drafts at once where a checkpoint does not say it: what ``speculators`` trains by default."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config(FeatureConfig):
+    """The config of an EAGLE-3 checkpoint.
+
+    Attributes:
+        mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
+        num_parallel: tokens that P-EAGLE drafts in one forward.
+        norm_before_residual: whether the residual of the first layer is the normed feature.
+        norm_before_fc: whether the hidden states are normed together before they are fused.
+        fc_norm: whether they are normed each by itself.
+        norm_output: whether a node's vector is the normed output, which the output matrix reads.
+    """
+
+    mask_shape: tuple[int, ...] | None
+    num_parallel: int
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tensors: Shapes) -> Eagle3Config:
+        """Read a ``config.json``, beside which there are tensors of these shapes.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        said, fused = settings_of(config, EAGLE3)
+        mask, spec = tensors.get(MASK), said.get("speculators_config")
+        token = next((name for name in MASK_TOKENS if mask is not None and name in said), None)
+        methods = spec.get("proposal_methods") if mask is not None and isinstance(spec, dict) else None
+        trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
+        counts = [checkpoints.number(method, "speculative_tokens") for method in trained]
+        read = cls.read(
+            said,
+            tensors,
+            hidden_layers=fused,
+            own_head=not checkpoints.flag(said, TARGET_HEAD),
+            mask_shape=mask,
+            mask_token_id=None if token is None else checkpoints.number(said, token, least=0),
+            num_parallel=max(counts, default=1 if mask is None else PARALLEL),
+        )
+        named = f"{config.get('speculators_model_type')}, {config.get('architectures')}".lower()
+        scale = said.get("logit_scale")
+        checkpoints.refuse(
+            {
+                f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
+                "its config sets norm_before_fc and fc_norm, of which a drafter has one at most": (
+                    read.norm_before_fc and read.fc_norm
+                ),
+                f"a P-EAGLE checkpoint without its tensor {MASK}": (
+                    mask is None and ("peagle" in named or said.get("parallel_drafting"))
+                ),
+                f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}": (
+                    mask is not None and token is None
+                ),
+                f"its {MASK} is {list(mask or ())}, and its config means {read.fused_width} numbers": (
+                    mask is not None and math.prod(mask) != read.fused_width
+                ),
+            }
+        )
+        return read
+
+    @property
+    def num_fused(self) -> int:
+        """Hidden states that are fused."""
+        return 3 if self.hidden_layers is None else len(self.hidden_layers)
+
+    @property
+    def fused_width(self) -> int:
+        """Numbers of all of them together."""
+        return self.num_fused * self.target_hidden_size
+
+
+class Eagle3(FeatureDrafter):
+    """An EAGLE-3 drafter: ``gsd_kernels.patch(model, drafter=Eagle3.from_pretrained(folder_or_id, model))``.
+
+    Args:
+        config: see :class:`Eagle3Config`.
+    """
+
+    read_config = Eagle3Config.of
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        layers, width = config.layers, config.fused_width
+        size, eps = layers.hidden_size, layers.rms_norm_eps
+        self.input_norm = LlamaRMSNorm(width, eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.fc = nn.Linear(width, size, bias=False)
+        first = self.layers[0]
+        first.hidden_norm = LlamaRMSNorm(size, eps)
+        for name in ("q_proj", "k_proj", "v_proj"):  # of the normed embedding beside the normed feature
+            narrow = getattr(first.self_attn, name)
+            setattr(first.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
+        self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
+        # Of its draft source, and in errors.
+        self.name, self.kind = ("eagle3", "EAGLE-3") if config.mask_shape is None else ("p-eagle", "P-EAGLE")
+        self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
+        """See :meth:`FeatureDrafter.from_pretrained`; ``target`` is needed where its output matrix is the drafter's."""
+        drafter = super().from_pretrained(where, target)
+        if drafter.lm_head is None:
+            if target is None:
+                raise bad(f"this EAGLE-3 drafter in {where} drafts by its target's output matrix; pass the target too")
+            drafter.share_head(target)
+        return drafter
+
+    @torch.no_grad()
+    def share_head(self, target: PreTrainedModel) -> None:
+        """Take the target's rows of the draft vocabulary as output matrix, as they are now; they are not trained.
+
+        However the target holds them: a row is what its output matrix makes of unit vectors.
+        """
+        head, weight = target.get_output_embeddings(), self.fc.weight
+        ids = self.target_ids().to(device_of_weights(head))
+        units = torch.eye(self.config.layers.hidden_size, dtype=dtype_of(head), device=ids.device)
+        rows = torch.cat([head(part)[:, ids] for part in units.split(UNITS_AT_ONCE)]).T
+        self.lm_head = nn.Linear(*reversed(rows.shape), bias=False, dtype=weight.dtype, device="meta")
+        self.lm_head.weight = nn.Parameter(rows.to(weight).contiguous(), requires_grad=False)
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
+        if self.fc_norm is not None:
+            hidden = [norm(state) for norm, state in zip(self.fc_norm, hidden, strict=True)]
+        whole = torch.cat(hidden, -1)
+        return self.fc(whole if self.input_norm is None else self.input_norm(whole))
+
+    def first_parameters(self) -> dict[str, Any]:
+        """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
+        feature_norm = self.layers[0].hidden_norm.weight.detach()
+        return {"feature_norm": feature_norm, "normed_residual": self.config.norm_before_residual}
+
+    def mask_feature(self) -> Tensor:
+        """The feature that stands for that of a token which is not known, [D]."""
+        parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
+        return self.fuse([*parts])[0, 0]
+
+    def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
+        """The first layer's output, and the others: it reads both, side by side."""
+        first, *later = self.layers
+        normed = first.hidden_norm(features)
+        hidden = normed if self.config.norm_before_residual else features
+        both = torch.cat([first.input_layernorm(embedded), normed], -1)
+        hidden = hidden + first.self_attn(both, **options)[0]
+        return hidden + first.mlp(first.post_attention_layernorm(hidden)), later

@@ -57,7 +57,7 @@ class LastState(OwnSource):
         """Make room for a state of each sequence."""
         head, batch = text.target.stepping.get_output_embeddings(), len(self.state.out_len)
         self.hidden = torch.zeros(batch, shape_of(head)[1], dtype=dtype_of(head), device=device_of_weights(head))
-        self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
+        self.known = self.state.tokens.new_zeros(batch, dtype=torch.bool)
 
     def attach(self, text: Text) -> None:
         super().attach(text)
@@ -334,7 +334,7 @@ class Ahead(FeatureSource, Lattice):
 
     def __init__(self, module: Any, rows: int, drafted: int) -> None:
         super().__init__(module)
-        self.extra_slots, self.shares = rows, shares_of(drafted)
+        self.extra_slots, self.drafted, self.shares = rows, drafted, shares_of(drafted)
 
     def rows_ahead(self, config: GraphConfig) -> int:
         """Rows behind the entries in a step of a shape."""

@@ -107,22 +107,16 @@ class Gemma4Assistant(nn.Module):
                     position_ids=positions,
                     graph=graph,
                 )
-        hidden = text.norm(hidden)
-        return model.post_projection(hidden), self.logits(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[B, W, d] → [B, W, V]; with ordered embeddings those of the tokens of the best clusters, −∞ elsewhere."""
-        model, ordered = self.model, self.model.masked_embedding
+        hidden, ordered = text.norm(hidden), model.masked_embedding
+        vectors = model.post_projection(hidden)
         if ordered is None:
-            found: Tensor = model.lm_head(hidden)
-            return found
+            return vectors, model.lm_head(hidden)
+        # With ordered embeddings there are logits of the tokens of the best clusters, and −∞ elsewhere.
         best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, -1).indices  # [B, W, k]
         tokens = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, W, n]
         scores = torch.einsum("bwd,bwnd->bwn", hidden, model.lm_head.weight[tokens])
-        whole = torch.full(
-            (*hidden.shape[:2], self.sizes.vocab_size), -torch.inf, dtype=hidden.dtype, device=hidden.device
-        )
-        return whole.scatter(-1, tokens, scores)
+        whole = hidden.new_full((*hidden.shape[:2], self.sizes.vocab_size), -torch.inf)
+        return vectors, whole.scatter(-1, tokens, scores)
 
 
 def check_sizes(config: PretrainedConfig, target: PreTrainedModel) -> None:
@@ -166,7 +160,7 @@ class AssistantDrafts(LastState, Recursion):
     """The draft source of a :class:`Gemma4Assistant`: keys and values are the target's, as they lie there."""
 
     name = "gemma4_assistant"
-    root_alone = True
+    stem = 1
 
     def __init__(self, module: Gemma4Assistant) -> None:
         self.module, self.forwards = module, (module,)

@@ -170,27 +170,28 @@ class DraftHeads(nn.Module):
         """
         own_name = lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None  # noqa: E731
         checkpoint = Checkpoint.open(folder, own_name)
-        outputs = {name: shape for name, shape in checkpoint.shapes.items() if name.count(".") == 2}
-        if not outputs or len(next(iter(outputs.values()))) != 2:
+        # The blocks of a head come before its output matrix.
+        outputs = {
+            name: shape for name, shape in checkpoint.shapes.items() if re.fullmatch(r"\d+\.[1-9]\d*\.\w+", name)
+        }
+        name, shape = next(iter(outputs.items()), ("", ()))
+        if len(shape) != 2:
             raise bad(f"{folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
-        name, (vocab, size) = next(iter(outputs.items()))
-        count, layers = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files), int(name.split(".")[1])
-        if layers < 1:
-            raise bad(f"{folder} has Medusa heads without a residual block; not served")
+        (vocab, size), layers = shape, int(name.split(".")[1])
+        count = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files)
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
-            medusa = nn.ModuleList()
-            for _ in range(count):
-                blocks = [nn.ModuleDict({"linear": nn.Linear(size, size)}) for _ in range(layers)]
-                medusa.append(nn.ModuleList([*blocks, nn.Linear(size, vocab, bias=False)]))
         if target is not None:
             heads.check_target(target, "drafter")
-        checkpoint.load_into(medusa)
-        linears = [[head[layer]["linear"] for head in medusa] for layer in range(layers)]
+        linears = [f"{layer}.linear" for layer in range(layers)]
+        parts = {f"{layers}.weight": (vocab, size)}
+        parts |= {f"{name}.weight": (size, size) for name in linears} | {f"{name}.bias": (size,) for name in linears}
+        found = checkpoint.read({f"{head}.{name}": shape for head in range(count) for name, shape in parts.items()})
+        part = {name: torch.stack([found[f"{head}.{name}"] for head in range(count)]) for name in parts}
         weights = {
-            "weight": torch.stack([torch.stack([one.weight.T for one in layer]) for layer in linears]),
-            "bias": torch.stack([torch.stack([one.bias[None] for one in layer]) for layer in linears]),
-            "output": torch.stack([head[layers].weight for head in medusa]),
+            "weight": torch.stack([part[f"{name}.weight"].mT for name in linears]),
+            "bias": torch.stack([part[f"{name}.bias"][:, None] for name in linears]),
+            "output": part[f"{layers}.weight"],
         }
         heads.load_state_dict(weights, assign=True)
         return heads.requires_grad_(False).placed(target)

@@ -21,7 +21,7 @@ from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
 from .base import Level, OwnSource, Proposal, Text
-from .priors import PRIOR, weights_of
+from .learned import prior
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
@@ -81,7 +81,7 @@ class History(OwnSource):
         self.table = NgramTable.empty(batch, branch, device)
         self.at_once = self.mixes and self.sampler.backend in ("auto", "cpu", "cuda")
         if self.mixes:
-            weights = weights_of(PRIOR).to(device)
+            weights = prior().to(device)
             self.known = Recollection.empty(self.table, weights, room=1 + self.state.tokens.shape[1])
 
     def _begin(self, known: Recollection) -> None:
@@ -90,7 +90,7 @@ class History(OwnSource):
         learned = self.text.learned
         table = None if learned is None else learned.table
         moved, known.learned = table is not known.learned, table
-        known.weights.copy_(weights_of(PRIOR) if learned is None else learned.weights)
+        known.weights.copy_(prior() if learned is None else learned.weights)
         if self._reserve(known) or moved:
             self.text.recapture()
 

@@ -62,8 +62,7 @@ class LayerSkip(Expansion):
     """
 
     name = "layer_skip"
-    stem = 1  # the root
-    root_alone = True
+    stem = 1
 
     def __init__(self, model: PreTrainedModel, *, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None:
         self.model = properties.unwrap(model)

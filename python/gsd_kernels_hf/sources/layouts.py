@@ -90,7 +90,7 @@ def weight_name(name: str) -> str | None:
 
 QUANTISED = ("weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB", "proj_scale_inv")
 """Ends of the names of tensors that only other quantised weights have beside them."""
-PARTS = ("projection", "embedding_norm", "hidden_norm", "output_norm")
+PARTS = ("projection", "embedding_norm", "hidden_norm", "norm")
 """Modules of a head beside its decoder layer, as they are called here; a layout has an attribute for each."""
 
 
@@ -104,7 +104,7 @@ class HeadLayout:
             the target's layers.
         projection: the linear layer that reads both, behind the prefix, by which the layout is recognised.
         embedding_norm, hidden_norm: norms of what it reads.
-        output_norm: norm of what the head gives; ``None``: the target's own final norm.
+        norm: of what the head gives; ``None``: the target's own final norm.
         block: where the names of the decoder layer begin, behind the prefix.
         hidden_first: whether the projection reads the hidden state before the embedding.
         renamed: parts of the decoder layer by what transformers calls them.
@@ -118,7 +118,7 @@ class HeadLayout:
     projection: str
     embedding_norm: str
     hidden_norm: str
-    output_norm: str | None
+    norm: str | None
     block: str = ""
     hidden_first: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)

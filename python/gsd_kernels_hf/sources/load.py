@@ -19,7 +19,7 @@ from . import checkpoints
 from .base import DraftSource
 from .checkpoints import bad
 from .dflash import DFlash, DFlashDrafts
-from .eagle3 import Eagle3
+from .feature_drafter import Eagle3
 from .features import Parallel, Recursive
 from .gemma_assistant import AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
@@ -50,17 +50,18 @@ class Kind(NamedTuple):
     key: str = ""
 
 
-def recursive(drafter: Eagle3) -> DraftSource:
-    """The draft source of an EAGLE-3 or P-EAGLE drafter."""
-    return (Recursive if drafter.config.mask_shape is None else Parallel)(drafter)
-
-
 KINDS = (
     Kind(DFlash, DFlashDrafts, ("dflash", "dflash2", "dspark"), "DSpark", "dflash_config"),
     Kind(DraftHeads, lambda heads: Heads(heads, "drafter"), key="medusa_num_heads"),
     Kind(Gemma4Assistant, AssistantDrafts, architecture=GEMMA4),
     Kind(Mtp, Recursive, architecture="MTP$"),  # as train-drafter writes them
-    Kind(Eagle3, recursive, ("eagle3", "peagle"), "(?i)eagle3|peagle", "draft_vocab_size"),
+    Kind(
+        Eagle3,
+        lambda drafter: (Recursive if drafter.mask_hidden is None else Parallel)(drafter),
+        ("eagle3", "peagle"),
+        "(?i)eagle3|peagle",
+        "draft_vocab_size",
+    ),
 )
 """The first that a config is of counts."""
 OWN = "mtp"

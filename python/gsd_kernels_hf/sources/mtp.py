@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,11 +25,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels.ops.feature_rows import Projection
 
-from ..model.attention import Attends, configs_of, implementation_of, switched_configs
+from ..model.attention import implementation_of
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config
-from ..packed.modules import device_of_weights, dtype_of
 from ..validate import SERVED_LAYERS
 from . import checkpoints
 from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
@@ -168,7 +167,7 @@ class Mtp(HiddenDrafter):
         _, norm = decoder_of(block.target)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         with making("the norm", block.target):
-            self.embedding_norm, self.hidden_norm, self.output_norm = (type(norm)(size, eps=eps) for _ in range(3))
+            self.embedding_norm, self.hidden_norm, self.norm = (type(norm)(size, eps=eps) for _ in range(3))
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
         with making("the rotary embedding", block.target):
@@ -200,7 +199,7 @@ class Mtp(HiddenDrafter):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)
         layers, norm = decoder_of(target)
-        weights = {} if layout.output_norm else {"output_norm.weight": norm.weight.detach().clone()}
+        weights = {} if layout.norm else {"norm.weight": norm.weight.detach().clone()}
         wanted = {name: tuple(value.shape) for name, value in module.state_dict().items() if name not in weights}
         stored = {name: stored_as(name, shape, shapes) for name, shape in wanted.items()}
         found = checkpoint.read({part: shape for parts in stored.values() for part, shape in parts.items()})
@@ -266,11 +265,6 @@ class Mtp(HiddenDrafter):
         """Its decoder layer."""
         return [self.block]
 
-    @property
-    def norm(self) -> nn.Module:
-        """The one before the output matrix."""
-        return self.output_norm
-
     def first_parameters(self) -> dict[str, Any]:
         """Parameters for embedding and feature, as :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has them."""
         weight, bias = self.projection.weight.detach(), self.projection.bias
@@ -287,30 +281,10 @@ class Mtp(HiddenDrafter):
         (last,) = hidden
         return last
 
-    def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, graph: Attends, cache: GraphCache | None = None
-    ) -> Tensor:
-        """Forward to what the target's output matrix reads, and the next level as its features.
-
-        Args:
-            embedded: [B, R, D], of the token after each position.
-            features: [B, R, D], of the target, or outputs of drafted nodes' parents.
-            positions: int64 [B, R].
-            graph, cache: see :meth:`HiddenDrafter.options`.
-
-        Returns:
-            [B, R, D].
-        """
+    def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
+        """Both projected together, and the layer."""
         both = [self.embedding_norm(embedded), self.hidden_norm(features)]
-        hidden = self.projection(torch.cat(both[::-1] if self.layout.hidden_first else both, -1))
-        with switched_configs(configs_of(self.block)):
-            hidden = self.block(hidden, **self.options(hidden, positions, graph, cache))
-        normed: Tensor = self.output_norm(hidden)
-        return normed
-
-    def outputs(self, hidden: Tensor, head: Any) -> tuple[Tensor, Tensor]:
-        """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by the target's output matrix."""
-        return hidden, head(hidden.to(device_of_weights(head), dtype_of(head)))
+        return self.projection(torch.cat(both[::-1] if self.layout.hidden_first else both, -1)), self.layers
 
 
 # A target's own checkpoint, opened for the heads in it: of its many files only those that hold them.
