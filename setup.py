@@ -20,6 +20,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -79,13 +80,18 @@ def find_nvcc() -> str | None:
     return next((path for path in (*found, "/usr/local/cuda/bin/nvcc") if path and Path(path).exists()), None)
 
 
+def told(*command: str, **options: Any) -> str:
+    """What a program says; nothing where it does not run here."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, **options)
+    except OSError:
+        return ""
+    return answer.stdout + answer.stderr
+
+
 def nvcc_version(nvcc: str) -> tuple[int, ...]:
     """Such as (12, 8); () where it does not say."""
-    try:
-        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    except OSError:  # no program that runs here
-        return ()
-    match = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    match = re.search(r"release (\d+)\.(\d+)", told(nvcc, "--version"))
     return tuple(map(int, match.groups())) if match else ()
 
 
@@ -94,8 +100,7 @@ def cuda_libraries(nvcc: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "empty.cu"
         source.touch()
-        answer = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True, cwd=folder)
-    match = re.search(r"^#\$ TOP=(.*)$", answer.stdout + answer.stderr, re.MULTILINE)
+        match = re.search(r"^#\$ TOP=(.*)$", told(nvcc, "--dryrun", source.name, cwd=folder), re.MULTILINE)
     top = Path(match.group(1).strip()).resolve() if match else Path(nvcc).resolve().parents[1]
     for folder in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib"):
         if (top / folder / "libcudart_static.a").exists():
@@ -105,17 +110,13 @@ def cuda_libraries(nvcc: str) -> Path:
 
 def smallest_code(nvcc: str) -> list[str]:
     """nvcc's option for the smallest binaries, which 12.8 and newer have; drivers of CUDA 12.4 and newer read them."""
-    known = "--compress-mode" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
-    return ["--compress-mode=size"] if known else []
+    return ["--compress-mode=size"] if "--compress-mode" in told(nvcc, "--help") else []
 
 
 def local_archs() -> list[str]:
     """The compute capabilities of this machine's GPUs."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return []
-    answer = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
-    return sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)), key=_number)
+    listed = told("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return sorted(set(re.findall(r"^\d+\.\d+$", listed, re.MULTILINE)), key=_number)
 
 
 def wanted_archs(nvcc: str) -> str:
@@ -127,8 +128,8 @@ def wanted_archs(nvcc: str) -> str:
     named = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
     archs = re.split(r"[;,\s]+", named.strip()) if named else local_archs() or RELEASE_ARCHS.split(";")
     if not named:
-        listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
-        known = [f"{major}.{minor}" for major, minor in re.findall(r"sm_(\d+)(\d)\b", listed)]
+        found = re.findall(r"sm_(\d+)(\d)\b", told(nvcc, "--list-gpu-code"))
+        known = [f"{major}.{minor}" for major, minor in found]
         fitting = [arch for arch in archs if not known or arch.removesuffix("+PTX") in known]
         if len(fitting) < len(archs):
             newest = max(known, key=_number)

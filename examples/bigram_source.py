@@ -1,23 +1,21 @@
 """A draft source in one file: what followed the same token last time.
 
 python examples/bigram_source.py                      the embedded target
-python examples/bigram_source.py --model DIR_OR_ID    your own
+python examples/bigram_source.py --model DIR_OR_ID    your own; --draft names a second source beside it
+
+Needs the package: pip install . in this repository's folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 
-try:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+import typer
 
-    import gsd_kernels
-    from gsd_kernels import DraftSource, Level, Proposal, Verified
-    from gsd_kernels_cli import demo
-except ModuleNotFoundError as error:
-    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
+import gsd_kernels
+from gsd_kernels import DraftSource, Level, Proposal, Verified
+from gsd_kernels_cli.options import Models
 
 
 class Bigram(DraftSource):
@@ -50,29 +48,18 @@ class Bigram(DraftSource):
         self.after.scatter_(1, before, torch.where(new[:, None], token, self.after.gather(1, before)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument("--draft", help="A second source beside it.")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    options = parser.parse_args()
-    if options.model:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-    else:
-        model, _, tokenizer = demo.load()
-    draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
+def main(model: str | None = None, draft: str | None = None, max_new_tokens: int = 48) -> None:
+    """Continue a prompt with the source, and without."""
+    pair = Models(draft or "history").load(model)
+    call = {**pair.encode(["def main():\n    parser = argparse.ArgumentParser("]), **pair.padding}
+    call |= {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     sources = (*(("model",) if draft else ()), Bigram())
-    inputs = tokenizer("def main():\n    parser = argparse.ArgumentParser(", return_tensors="pt")
-    decoding = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
-    out = gsd_kernels.generate(
-        model, inputs["input_ids"], **decoding, assistant_model=draft, draft_sources=sources, graph_config="graph"
-    )
-    print(tokenizer.decode(out.sequences[0]))
-    plain = gsd_kernels.generate(model, inputs["input_ids"], **decoding, graph_config="plain")
+    out = gsd_kernels.generate(pair.target, **call, **pair.speculation, draft_sources=sources, graph_config="graph")
+    print(pair.tokenizer.decode(out.sequences[0]))
+    plain = gsd_kernels.generate(pair.target, **call, graph_config="plain")
     print("the same tokens as without it:", torch.equal(out.sequences, plain.sequences))
     print(f"{out.stats.tokens_per_step:.2f} tokens per step, {out.stats.steps} target forwards")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

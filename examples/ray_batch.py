@@ -9,7 +9,7 @@ Every line of the input is an object with "prompt", every line of the output one
 that the output lacks. An actor that dies is started anew, and its rows are decoded again; a row's text does not depend
 on the actor, sampled text (--temperature) neither, as its seed is --seed plus its row.
 
-Needs pip install -e '.[ray]'.
+Needs pip install -e '.[ray]' in this repository's folder.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.options import Models
+
 Row = dict[str, Any]
 
 
@@ -30,45 +33,29 @@ class Generator:
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         import gsd_kernels
-        from gsd_kernels_cli import demo
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu":
-            torch.set_num_threads(options["threads"])
-        if options["model"]:
-            load = AutoModelForCausalLM.from_pretrained
-            model = load(options["model"], dtype="auto").to(device)
-            draft = load(options["draft"], dtype="auto").to(device) if options["draft"] else None
-            self.tokenizer = AutoTokenizer.from_pretrained(options["model"])
-        else:
-            model, draft, self.tokenizer = demo.load(device=device)
-        self.model, self.options = model, options
-        self.handle = gsd_kernels.patch(model, assistant_model=draft)  # without one the history drafts
+        torch.set_num_threads(options["threads"])
+        self.pair, self.options = Models(options["draft"]).load(options["model"]), options
+        self.handle = gsd_kernels.patch(self.pair.target, **self.pair.speculation)  # without a draft the history drafts
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for row, prompt in zip(batch["row"], batch["prompt"], strict=True):
-            inputs = self.tokenizer(str(prompt), return_tensors="pt", return_token_type_ids=False).to(self.model.device)
+            inputs = self.pair.encode([str(prompt)])
             temperature, seed = self.options["temperature"], self.options["seed"] + int(row)
             sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "seed": seed}
-            output = self.model.generate(**inputs, **sampling, max_new_tokens=self.options["max_new_tokens"])
-            text = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            yield {
-                "row": [int(row)],
-                "prompt": [str(prompt)],
-                "text": [text],
-                "tokens_per_step": [round(self.handle.stats.tokens_per_step, 3)],
-                "process": [f"{socket.gethostname()}:{os.getpid()}"],
-            }
+            output = self.pair.target.generate(**inputs, **sampling, max_new_tokens=self.options["max_new_tokens"])
+            text = self.pair.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            done = {"row": int(row), "prompt": str(prompt), "text": text}
+            done["tokens_per_step"] = round(self.handle.stats.tokens_per_step, 3)
+            done["process"] = f"{socket.gethostname()}:{os.getpid()}"
+            yield {name: [value] for name, value in done.items()}
 
 
 def read_prompts(path: Path | None) -> list[Row]:
     """The rows of the input, or the embedded prompts."""
     if path is None:
-        from gsd_kernels_cli import demo
-
         return [{"row": row, "prompt": prompt["text"]} for row, prompt in enumerate(demo.prompts("code")[:4])]
     rows = []
     with path.open(encoding="utf-8") as lines:
@@ -129,11 +116,6 @@ def main() -> None:
     parser.add_argument("--rows-per-task", type=int, default=4, help="rows that are lost and done again with an actor")
     parser.add_argument("--address", default="local", help="auto: the cluster that this machine belongs to")
     options = parser.parse_args()
-
-    try:
-        import gsd_kernels_cli.demo  # noqa: F401, before the first process is started
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install '.[ray]'") from None
     rows = read_prompts(options.prompts)
     done = rows_done(options.texts) if options.texts else set()
     missing = [row for row in rows if row["row"] not in done]

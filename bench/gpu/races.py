@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaForCausalLM
 
 from gsd_kernels.attention_config import TABLE
 from gsd_kernels_cli import demo
@@ -78,8 +79,9 @@ def memory_lack(work: Work) -> str | None:
     """Why this GPU cannot hold a stage's pair; ``None`` if it can."""
     if work.stage.name not in PAIRS or work.device.type != "cuda":
         return None
-    shapes = [shape_named(name) for name in PAIRS[work.stage.name][:2]]
-    weights = work.dtype.itemsize * sum(shape.num_parameters for shape in shapes)
+    with torch.device("meta"):
+        pair = [LlamaForCausalLM(shape_named(name)) for name in PAIRS[work.stage.name][:2]]
+    weights = work.dtype.itemsize * sum(model.num_parameters() for model in pair)
     total = torch.cuda.get_device_properties(work.device).total_memory
     if HEADROOM_FACTOR * weights <= total:
         return None

@@ -35,7 +35,7 @@ def entries(settings: Settings) -> Iterator[Op]:
                 def new(heads: int, length: int, gen: torch.Generator = gen, head_dim: int = shape.head_dim) -> Tensor:
                     return torch.randn(1, heads, length, head_dim, generator=gen).to(device, dtype)
 
-                q = new(shape.num_heads, rows)
+                q = new(shape.num_attention_heads, rows)
                 k, v = (new(shape.num_key_value_heads, size) for _ in range(2))
                 tree = random_tree(rows, gen).to(device)
                 visible = torch.cat([torch.ones(rows, prefix, dtype=torch.bool, device=device), tree], 1)

@@ -82,7 +82,7 @@ def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = N
 def step_overhead(
     shape: Annotated[str, typer.Option("--shape", help="Of the target, named after a model: 250m, …")] = "250m",
     device: Annotated[str, typer.Option("--device", callback=values.device)] = "cpu",
-    dtype: Annotated[str, options.choice(None, "Of the model.", "--dtype", DTYPES)] = "float32",
+    dtype: Annotated[str, options.choice(None, "Of the model.", DTYPES)] = "float32",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
 ) -> None:
@@ -106,7 +106,7 @@ def rows(
         typer.Option(
             "--dtype",
             metavar="|".join(DTYPES),
-            callback=lambda given: [*map(values.one_of("--dtype", DTYPES), given or ())],
+            callback=values.one_of(DTYPES),
             help="Repeatable. Default: bfloat16, and on a CPU float32.",
         ),
     ] = None,

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from gsd_kernels import commit_kv
 from gsd_kernels.ops.commit_kv.api import COMMIT
-from gsd_kernels_cli.demo.inflate import ModelShape
 
 from ..lib.runner import Op, Settings, ready
 from ..lib.shapes import SHAPES
@@ -24,12 +24,12 @@ Caches = list[list[Tensor]]
 
 
 def random_caches(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, gen: torch.Generator, rows: int, batch: int = 1
+    shape: LlamaConfig, device: torch.device, dtype: torch.dtype, gen: torch.Generator, rows: int, batch: int = 1
 ) -> Caches:
     """Of all layers, the prefix and ``rows`` rows of a step, the same in every layer."""
     size = (batch, shape.num_key_value_heads, PREFIX + rows, shape.head_dim)
     source = torch.randn(size, generator=gen).to(device, dtype)
-    return [[source.clone() for _ in range(shape.num_layers)] for _ in range(2)]
+    return [[source.clone() for _ in range(shape.num_hidden_layers)] for _ in range(2)]
 
 
 def copied(caches: Caches) -> Caches:
@@ -76,6 +76,6 @@ def entries(settings: Settings) -> Iterator[Op]:
                 peers={"torch_per_layer": ready(layer_by_layer)},
                 alike=False,
                 shape=name,
-                parameters={"accepted": accepted, "layers": shape.num_layers},
-                bytes_moved=2 * 2 * shape.num_layers * accepted * caches[0][0][0, :, 0].nbytes,
+                parameters={"accepted": accepted, "layers": shape.num_hidden_layers},
+                bytes_moved=2 * 2 * shape.num_hidden_layers * accepted * caches[0][0][0, :, 0].nbytes,
             )

@@ -9,6 +9,7 @@ meant to keep its cores busy the mean does. On a GPU a forward is a CUDA graph, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels.ops.cuda_common import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
@@ -39,18 +40,8 @@ def random_model(
     name: str, dtype: torch.dtype, device: torch.device | str = "cpu", layers: int | None = None
 ) -> PreTrainedModel:
     """A LLaMA of a named shape, made on the device; ``layers``: instead of the shape's."""
-    shape = shape_named(name)
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=layers or shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        max_position_embeddings=8192,
-    )
+    config = copy.deepcopy(shape_named(name))
+    config.update({"num_hidden_layers": layers or config.num_hidden_layers, "max_position_embeddings": 8192})
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

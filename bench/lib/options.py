@@ -19,9 +19,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
-DtypeOption = Annotated[
-    str | None, options.choice(None, "Default: bfloat16 on a GPU, float32 on a CPU.", "--dtype", DTYPES)
-]
+DtypeOption = Annotated[str | None, options.choice(None, "Default: bfloat16 on a GPU, float32 on a CPU.", DTYPES)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
 
 

@@ -18,9 +18,6 @@ from . import chat, check, demo_command, doctor, export, generate, index, learn
 from .commands import Commands
 from .output import EXIT_CODES, show_progress
 
-__all__ = ["app", "main"]
-
-
 #: Loggers that warn while torchao is imported, before the first line of a command; ``--debug`` shows it.
 CHATTY = ("torchao", "torch.utils._pytree")
 
@@ -35,14 +32,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo_command.command)
-app.command("chat")(chat.command)
-app.command("generate")(generate.command)
-app.command("check")(check.command)
-app.command("index")(index.command)
-app.command("export")(export.command)
-app.command("learn")(learn.command)
-app.command("doctor")(doctor.command)
+for _module in (demo_command, chat, generate, check, index, export, learn, doctor):
+    app.command(_module.__name__.rpartition(".")[2].removesuffix("_command"))(_module.command)
 for _entry in entry_points(group="gsd_kernels.commands"):
     app.command(_entry.name)(_entry.load())
 

@@ -15,7 +15,6 @@ from gsd_kernels_hf.files import decode_utf8
 from . import options
 from .demo.smollm2 import NAME
 from .groups import with_groups
-from .options import read_graph_config
 from .output import err, out, stats_table
 from .values import check_draft
 
@@ -49,7 +48,7 @@ def command(
     check_draft(model, models.assistant_model)
     if sys.stdin is None:
         raise ValueError("stdin: is closed; messages come from a terminal, a pipe or a file")
-    config = read_graph_config(graph_config)
+    config = options.read_graph_config(graph_config)
     pair = models.load_chat_model() if model is None else models.load(model)
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
@@ -57,7 +56,7 @@ def command(
     if opening:
         pair.templated([*opening, {"role": "user", "content": "Hello"}], "--system")
     name = NAME if model is None else Path(model).name
-    err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
+    err.print(f"{name}, {pair.described}", style="dim")
     import gsd_kernels
 
     from .streaming import Conversation
@@ -72,11 +71,10 @@ def _is_typed() -> bool:
     return sys.stdin.isatty()
 
 
-def _messages() -> Iterator[str]:
-    """Lines of a terminal behind a prompt, or of what is piped in; those that are not UTF-8 are named and left out."""
-    if not _is_typed():
-        for number, line in enumerate(sys.stdin.buffer, 1):
-            yield from _decoded(line, f"line {number}")
+def _lines(typed: bool) -> Iterator[tuple[bytes, str]]:
+    """Lines of a terminal behind a prompt, or of what is piped in, and how errors call them."""
+    if not typed:
+        yield from ((line, f"line {number}") for number, line in enumerate(sys.stdin.buffer, 1))
         return
     import readline  # noqa: F401, lines can be edited and called back
 
@@ -84,45 +82,37 @@ def _messages() -> Iterator[str]:
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
-            line = input("\n> ")
+            yield input("\n> ").encode(errors="surrogateescape"), "the line"
         except EOFError:
             out.print()
             return
         except KeyboardInterrupt:  # of a line, or a second one of an answer
             err.print("\n(/quit or Ctrl-D ends)", style="dim")
-            continue
-        yield from _decoded(line.encode(errors="surrogateescape"), "the line")
-
-
-def _decoded(line: bytes, which: str) -> Iterator[str]:
-    try:
-        yield decode_utf8(line, which, "stdin").rstrip("\r\n")
-    except ValueError as error:
-        err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
 
 
 def _converse(conversation: Conversation, handle: Patch) -> None:
-    """Answer messages until there are no more."""
-    typed, answered = _is_typed(), False
+    """Answer messages until there are no more; a line that is not UTF-8 is named and left out."""
+    typed, answered = conversation.stops, False
     if typed:
-        err.print(HELP, style="dim", soft_wrap=True)
-    for message in _messages():
-        if message.startswith("/"):
-            if message.strip() in ("/quit", "/exit"):
+        err.print(HELP, style="dim")
+    for line, which in _lines(typed):
+        try:
+            message = decode_utf8(line, which, "stdin").rstrip("\r\n")
+            if message.rstrip() in ("/quit", "/exit"):
                 return
-            _obey(conversation, handle, message.strip())
-        elif message.strip():
-            if answered and not typed:
-                print()  # an empty line between answers that follow each other
-            try:
+            if message.startswith("/"):
+                _obey(conversation, handle, message.strip())
+            elif message.strip():
+                if answered and not typed:
+                    print()  # an empty line between answers that follow each other
                 conversation.answer(message)
                 answered = True
-            except ValueError as error:
-                err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
-            except KeyboardInterrupt:  # before the answer began, or a second one as it ended
-                if not typed:
-                    raise
-                err.print("(stopped)", style="dim")
+        except ValueError as error:
+            err.print(f"gsd-kernels: {error}")
+        except KeyboardInterrupt:  # before the answer began, or a second one as it ended
+            if not typed:
+                raise
+            err.print("(stopped)", style="dim")
 
 
 def _obey(conversation: Conversation, handle: Patch, message: str) -> None:
@@ -134,4 +124,4 @@ def _obey(conversation: Conversation, handle: Patch, message: str) -> None:
     elif message == "/stats":
         err.print("(nothing was answered yet)", style="dim")
     else:
-        err.print(HELP if message == "/help" else f"{message} is no command. {HELP}", markup=False, soft_wrap=True)
+        err.print(HELP if message == "/help" else f"{message} is no command. {HELP}")

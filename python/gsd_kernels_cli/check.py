@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.markup import escape
 
 from . import options
 from .groups import with_groups
-from .options import read_graph_config
 from .output import DIFFERS, OK, out, print_json, progress, table
 
 DEFAULT_PROMPTS = 4
@@ -34,7 +32,7 @@ def command(
     Without prompts, a few excerpts of Python source are continued; without MODEL, by the embedded pair.
     """
     model, texts = asked.read(models, ranks, stdin=False)
-    config = read_graph_config(graph_config)
+    config = options.read_graph_config(graph_config)
     with progress("loading the models"):
         import torch
 
@@ -84,7 +82,7 @@ def command(
         out.print(f"\n{report['dtype']} on {report['device']}:")
         race.show()
         if summary["equal"] < summary["prompts"]:
-            out.print(GAP, style="dim", soft_wrap=True)
+            out.print(GAP, style="dim")
     raise typer.Exit(DIFFERS if summary["beyond_rounding"] else OK)
 
 
@@ -103,4 +101,4 @@ def _verdict(divergence: dict[str, Any] | None) -> str:
 
 def _short(text: str, width: int = 18) -> str:
     text = " ".join(text.split())
-    return escape(text if len(text) <= width else text[: width - 1] + "…")
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -71,4 +71,4 @@ def _print_error(message: str) -> None:
     """One line on stderr, of every rank."""
     whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
     err.quiet = False
-    err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)
+    err.print(f"gsd-kernels: error: {whose}{message}")

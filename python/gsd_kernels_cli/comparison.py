@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels_hf.api import generate
 from gsd_kernels_hf.engine.stats import GenerationStats
-from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_alone
+from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_alone, text_config
 from gsd_kernels_hf.progress import tracked
 
 from .busy import Others, distrust
@@ -74,12 +76,11 @@ FIGURES = ("seconds", "tokens_per_second", "tokens_per_forward", "target_forward
 
 def together(runs: Sequence[Run]) -> Run:
     """Several prompts as one: all tokens and seconds, the highest peak."""
-    peaks = [run.peak_bytes for run in runs]
     return Run(
         [token for run in runs for token in run.tokens],
         sum(run.target_forwards or 0 for run in runs),
         seconds=sum(run.seconds or 0.0 for run in runs),
-        peak_bytes=None if None in peaks else max(peaks),  # type: ignore[type-var]
+        peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
     )
 
 
@@ -173,7 +174,7 @@ class Race:
         found = self.as_dict()
         doubt = found["why_not_believed"]
         if doubt is not None:
-            out.print(doubt, style="bold yellow", soft_wrap=True)
+            out.print(doubt, style="bold yellow")
         rows = [
             [
                 run["way"],
@@ -190,7 +191,7 @@ class Race:
             said += f", {found['within_rounding']} by rounding"
         if found["beyond_rounding"]:
             said += f", {found['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug"
-        out.print(f"The same tokens: {said}", soft_wrap=True)
+        out.print(f"The same tokens: {said}")
 
 
 def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> Contender:
@@ -205,24 +206,12 @@ def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> C
     options = {"do_sample": False, **options}
 
     def decode(inputs: Inputs, max_new_tokens: int) -> Run:
-        if not counted:
-            return Run(new_tokens(inputs, target.generate(**inputs, **options, max_new_tokens=max_new_tokens)), None)
-        with _forwards(target) as count:
+        calls: list[None] = []  # never of ours: rows of a model with a hook go through its modules, one by one
+        with target.register_forward_pre_hook(lambda *_: calls.append(None)) if counted else nullcontext():
             sequences = target.generate(**inputs, **options, max_new_tokens=max_new_tokens)
-        return Run(new_tokens(inputs, sequences), count())
+        return Run(new_tokens(inputs, sequences), len(calls) if counted else None)
 
     return decode
-
-
-@contextmanager
-def _forwards(target: PreTrainedModel) -> Iterator[Callable[[], int]]:
-    """Count forwards. Never of ours: rows of a model with a hook go through its modules, one by one."""
-    calls: list[None] = []
-    handle = target.register_forward_pre_hook(lambda *_: calls.append(None))
-    try:
-        yield lambda: len(calls)
-    finally:
-        handle.remove()
 
 
 def assisted(
@@ -237,13 +226,10 @@ def assisted(
     decode = plain(target, assistant_model=draft, **options)
 
     def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Run:
-        before = draft.generation_config
-        draft.generation_config = copy.copy(before)
-        draft.generation_config.update(**({} if num_tokens is None else constant))
-        try:
+        config = copy.copy(draft.generation_config)
+        config.update(**({} if num_tokens is None else constant))
+        with patch.object(draft, "generation_config", config):
             return decode(inputs, max_new_tokens)
-        finally:
-            draft.generation_config = before
 
     return decode_with_settings
 
@@ -267,12 +253,12 @@ def undrafted(target: PreTrainedModel, **options: Any) -> Contender:
 def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
     """Decode one prompt: tokens, seconds, forwards of the target, peak memory."""
     device = device_of(target)
-    with peak_memory(device) as peak:
-        wait_for(device)
-        begin = time.perf_counter()
-        run = contender(inputs, max_new_tokens)
-        wait_for(device)
-        return replace(run, seconds=time.perf_counter() - begin, peak_bytes=peak())
+    peak = peak_memory(device)
+    wait_for(device)
+    begin = time.perf_counter()
+    run = contender(inputs, max_new_tokens)
+    wait_for(device)
+    return replace(run, seconds=time.perf_counter() - begin, peak_bytes=peak())
 
 
 def race(
@@ -355,9 +341,9 @@ def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
     Each of the 2·layers additions to the residual stream rounds independently by half a unit in the last place, and so
     do the final norm and the head; their effects add up like a random walk. Two logits, two standard deviations.
     """
-    config = target.config.get_text_config(decoder=True)
-    half_unit = torch.finfo(_dtype(target)).eps / 2
-    return 2 * math.sqrt(2 * (2 * config.num_hidden_layers + 2)) * half_unit * float(logits.abs().max())
+    dtype = next(p.dtype for p in target.parameters() if p.is_floating_point())
+    half_unit = torch.finfo(dtype).eps / 2
+    return 2 * math.sqrt(2 * (2 * text_config(target).num_hidden_layers + 2)) * half_unit * float(logits.abs().max())
 
 
 def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, float]:
@@ -376,30 +362,21 @@ def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tenso
     return logits, float((logits - alone).abs().max())
 
 
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Measure the peak of memory from here on: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
+def peak_memory(device: torch.device) -> Callable[[], int | None]:
+    """Return the peak of memory from here on: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
-        return
+        return lambda: torch.cuda.max_memory_allocated(device)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     except OSError:
-        yield lambda: None
-        return
-    yield _resident_peak
+        return lambda: None
+    return _resident_peak
 
 
 def _resident_peak() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    return None if found is None else int(found[1]) * 1024
 
 
 def wait_for(device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gsd_kernels_hf.files import write_json
+
 from . import demo, options
 from .demo import smollm2
-from .demo.smollm2 import NAME
 from .groups import with_groups
-from .options import read_graph_config
 from .output import DIFFERS, err, out, progress
 
 if TYPE_CHECKING:
+    from .comparison import Inputs
     from .pair import LoadedPair
 
 RACE_TOKENS = 64  # at most
@@ -65,16 +65,16 @@ def command(
     With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
     model = named.name
-    prompts = options.read_prompts(None, prompt_files, lines) if prompt_files else []
+    own = options.read_prompts(None, prompt_files, lines) if prompt_files else []
     if model is None and assistant_model is not None:
         raise ValueError("--draft: needs --model; without it the demo has models of its own")
-    if embedded and (model is not None or prompts):
+    if embedded and (model is not None or own):
         raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
     if model is None and dtype == "auto":
         dtype = "float32"  # in which texts are transformers' token for token
     name, pair = _load(model, embedded, options.Models(assistant_model, dtype=dtype, device=device))
-    questions, raced = prompts[:2] or demo.questions("chat"), prompts or demo.questions("race")
-    if model is None and name != NAME:
+    questions, raced = own[:2] or demo.questions("chat"), own or demo.questions("race")
+    if model is None and name != smollm2.NAME:
         raced = [prompt["text"] for prompt in demo.prompts("code")[:RACED]]
         questions = raced[:1]
     import torch
@@ -82,39 +82,35 @@ def command(
     from .versions import versions
 
     threads, length = torch.get_num_threads(), min(RACE_TOKENS, max_new_tokens)
-    out.print(f"{name}, {pair.described}; {threads} threads", style="dim", soft_wrap=True)
-    shape, drawn = (pair.shape(read_graph_config(graph_config or other)) for other in ("auto", DRAWN))
+    out.print(f"{name}, {pair.described}; {threads} threads", style="dim")
+    shape, drawn = (pair.shape(options.read_graph_config(graph_config or other)) for other in ("auto", DRAWN))
     decoding = {**pair.speculation, "backend": backend}
+    prompts = [pair.chat([{"role": "user", "content": question}]) for question in raced]
     report: dict[str, Any] = {
         **{"versions": versions(), "model": name, "device": str(pair.device), "threads": threads},
         **{"backend": backend, "dtypes": [pair.dtype], "graph_config": str(graph_config or "auto")},
         "answers": _talk(pair, questions, max_new_tokens, graph_config=shape, **decoding),
-        "race": None if quick else _race(pair, raced, length, seconds, graph_config=shape, **decoding),
-        "drawing": _draw(pair, raced[0], length, directory, graph_config=drawn, **decoding),
+        "race": None if quick else _race(pair, prompts, length, seconds, graph_config=shape, **decoding),
+        "drawing": _draw(pair, prompts[0], length, directory, graph_config=drawn, **decoding),
     }
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(json_file, report, indent=2)
     if report["race"] and report["race"]["beyond_rounding"]:
         raise typer.Exit(DIFFERS)
 
 
 def _load(model: str | None, embedded: bool, models: options.Models) -> tuple[str, LoadedPair]:
     """The model with its name: one's own, the chat model, or the embedded pair."""
-    reason = smollm2.why_missing() if model is None and not embedded else None
-    if reason is not None:
-        out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
-    elif model is None and not embedded:
-        pair = models.load_chat_model()
-        out.print(f"This model as a folder, for --model and from_pretrained: {smollm2.folder_path()}", style="dim")
-        return NAME, pair
+    if model is None and not embedded:
+        reason = smollm2.why_missing()
+        if reason is None:
+            pair = models.load_chat_model()
+            out.print(f"This model as a folder, for --model and from_pretrained: {smollm2.folder_path()}", style="dim")
+            return smollm2.NAME, pair
+        out.print(f"The embedded pair, since {reason}\n", style="yellow")
     with progress("loading the model"):
         pair = models.load(model)
     return "A small Llama trained on Python source" if model is None else Path(model).name, pair
-
-
-def _asked(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}]
 
 
 def _talk(pair: LoadedPair, questions: Sequence[str], most: int, **decoding: Any) -> list[dict[str, Any]]:
@@ -127,19 +123,18 @@ def _talk(pair: LoadedPair, questions: Sequence[str], most: int, **decoding: Any
     with gsd_kernels.patch(pair.target, **decoding) as handle:
         conversation = Conversation(pair, {"max_new_tokens": most, "do_sample": False}, [])
         for question in questions:
-            out.print(f"\n> {question}\n", style="bold", markup=False, soft_wrap=True)
+            out.print(f"\n> {question}\n", style="bold")
             begin = time.perf_counter()
             text = conversation.answer(question)
             seconds, stats = time.perf_counter() - begin, handle.stats
             about = {"tokens": stats.new_tokens, "seconds": seconds, "tokens_per_step": stats.tokens_per_step}
             answers.append({"question": question, "text": text, **about})
             rate = f"{stats.new_tokens / seconds:.0f} a second with the question read"
-            told = f"{stats.new_tokens} tokens, {rate}, {stats.tokens_per_step:.1f} a step"
-            out.print(told, style="dim", soft_wrap=True)
+            out.print(f"{stats.new_tokens} tokens, {rate}, {stats.tokens_per_step:.1f} a step", style="dim")
     return answers
 
 
-def _race(pair: LoadedPair, asked: Sequence[str], length: int, seconds: float, **decoding: Any) -> dict[str, Any]:
+def _race(pair: LoadedPair, prompts: Sequence[Inputs], length: int, seconds: float, **decoding: Any) -> dict[str, Any]:
     """All ways on the same prompts, one after the other; printed as a table."""
     from .comparison import graph, plain, race
 
@@ -149,17 +144,15 @@ def _race(pair: LoadedPair, asked: Sequence[str], length: int, seconds: float, *
         HF_LOOKUP: plain(pair.target, prompt_lookup_num_tokens=LOOKUP, **pair.padding),
         ours: graph(pair.target, **decoding),
     }
-    prompts = [pair.chat(_asked(question), "--model") for question in asked]
     result = race(pair.target, ways, prompts, length, seconds=seconds)
-    done = len(result.rounds)
-    late = "" if done == len(asked) else f" (time is up after {done} of {len(asked)} prompts: --seconds {seconds:.0f})"
-    title = f"\nThe same prompts ({done}), {length} tokens at most, every way in turn{late}:"
-    out.print(title, style="bold", soft_wrap=True)
+    done, asked = len(result.rounds), len(prompts)
+    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {seconds:.0f})"
+    out.print(f"\nThe same prompts ({done}), {length} tokens at most, every way in turn{late}:", style="bold")
     result.show()
-    return {**result.as_dict(), "asked": len(asked), "seconds": seconds, "max_new_tokens": length}
+    return {**result.as_dict(), "asked": asked, "seconds": seconds, "max_new_tokens": length}
 
 
-def _draw(pair: LoadedPair, asked: str, length: int, directory: Path, **decoding: Any) -> dict[str, Any] | None:
+def _draw(pair: LoadedPair, prompt: Inputs, length: int, directory: Path, **decoding: Any) -> dict[str, Any] | None:
     """Draw the step of an answer that shows most; nothing without matplotlib."""
     from .comparison import graph
     from .drawing import StepPicture, draw_step
@@ -171,7 +164,7 @@ def _draw(pair: LoadedPair, asked: str, length: int, directory: Path, **decoding
             steps.append(StepPicture.of(record))
 
     with progress("decoding once more, to draw a step"):
-        graph(pair.target, observer=observe, **decoding)(pair.chat(_asked(asked), "--model"), length)
+        graph(pair.target, observer=observe, **decoding)(prompt, length)
     picture = max(steps, key=lambda step: (len(step.tokens) <= MOST_NODES, *step.interest))
     at, nodes, accepted = steps.index(picture), len(picture.tokens), len(picture.accepted)
     rows = f"{picture.num_rows} rows checked in one target forward"
@@ -180,8 +173,8 @@ def _draw(pair: LoadedPair, asked: str, length: int, directory: Path, **decoding
     try:
         draw_step(picture, lambda token: pair.tokenizer.decode([token]), files, title)
     except ImportError as error:
-        err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
+        err.print(f"gsd-kernels: no picture: {error}")
         return None
-    out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
+    out.print(f"\n{title}: {files[0]}, {files[1]}")
     about = {"step": at, "nodes": nodes, "edges": len(picture.edges), "merges": len(picture.merges)}
     return {"files": [*map(str, files)], **about, "accepted_tokens": accepted, "rows": picture.num_rows}

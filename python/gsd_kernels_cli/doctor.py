@@ -12,7 +12,7 @@ from importlib import metadata, util
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from gsd_kernels_hf.extras import cure
 
@@ -23,11 +23,9 @@ from .output import out, print_json, progress, table
 if TYPE_CHECKING:
     import torch
 
-READY, SERVES, OK = "ready", "serves", "True"
-KERNEL = (
-    *("kernel", "case", "arch", "registers", "stack_bytes", "spill_stores", "spill_loads", "shared_kib", "load_bits"),
-    *("matrix", "ok"),
-)
+READY, SERVES = "ready", "serves"
+GOOD = (READY, SERVES, "True")
+KERNEL = "kernel case arch registers stack_bytes spill_stores spill_loads shared_kib load_bits matrix ok".split()
 """Of a compiled kernel, what is shown."""
 
 
@@ -211,21 +209,17 @@ def _rows_on(missing: str | None, proofs: dict[str, dict[str, Any]] | None) -> s
 
 
 def _print(proofs: dict[str, Any], kernels: Sequence[dict[str, Any]] = (), **tables: dict[str, str]) -> None:
-    for title, found in tables.items():
-        _show([title, "<"], [*found.items()])
+    """Print a table of each that has rows, what is good in green."""
+    shown: list[tuple[list[str], list[Any]]] = [([title, "<"], [*found.items()]) for title, found in tables.items()]
     for device, kinds in proofs.items():
-        title = f"one operator on {device}, and its modules"
-        _show([title, "error", "other bits", "<rows: ms", "<"], [_proof(*proof) for proof in kinds.items()])
+        headers = [f"one operator on {device}, and its modules", "error", "other bits", "<rows: ms", "<"]
+        shown.append((headers, [_proof(*proof) for proof in kinds.items()]))
     headers = [name.replace("_", " ") for name in KERNEL]
-    _show(headers, [[str(kernel[name]) for name in KERNEL] for kernel in kernels])
-
-
-def _show(headers: list[str], rows: list[Any]) -> None:
-    """Print a table, what is good in green; none where there are no rows."""
-    good = {word: f"[green]{word}[/green]" for word in (READY, SERVES, OK)}
-    if rows:
-        out.print(table(headers, [[good.get(cell, escape(cell)) for cell in row] for row in rows]))
-        out.print()
+    shown.append((headers, [[str(kernel[name]) for name in KERNEL] for kernel in kernels]))
+    for headers, rows in shown:
+        if rows:
+            out.print(table(headers, [[Text(cell, "green" if cell in GOOD else "") for cell in row] for row in rows]))
+            out.print()
 
 
 def _proof(kind: str, proof: dict[str, Any]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gsd_kernels_hf.files import check_writable
 
 from . import options, values
 from .groups import with_groups
@@ -20,7 +21,7 @@ def command(
     place: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", callback=values.folder("MODEL"), show_default=False, help="Target; --model is the same."
+            metavar="[MODEL]", callback=values.folder, show_default=False, help="Target; --model is the same."
         ),
     ] = None,
     model: Annotated[
@@ -47,6 +48,9 @@ def command(
     values.check_draft(model, draft)
     if draft == values.NONE:
         raise ValueError("--draft: none drafts nothing, and the folder would be the model's own; leave it out")
+    if folder.exists():
+        raise ValueError(f"DIR: {folder} exists; name a new folder, or delete it first")
+    check_writable("DIR", folder)
     with progress("loading the models"):
         from gsd_kernels_hf.engine.options import Options
         from gsd_kernels_hf.engine.resolved import Sources
@@ -58,7 +62,6 @@ def command(
         from .demo.drafters import heads_folder
         from .pair import load_pair
 
-        write.check_new(folder)
         name = "the embedded target" if model is None else model
         if model is None:
             model, draft = str(demo.path() / "target"), draft or str(demo.path() / "draft")
@@ -71,9 +74,8 @@ def command(
         target = write.checkpoint_folder(model, "--model", drafts.revision)
         parts = write.folders_of(named, drafts.draft_revision)
         own = {"drafter": OWN} if drafts.drafter == OWN else {}
-        places = dict.fromkeys(values.SOURCES) | {source: str(place) for source, place in parts.items()} | own
-        fetched = asdict(replace(drafts, **places, revision=None, draft_revision=None))
-        pair = load_pair(str(target), options.Models(**fetched))
+        fetched = dict.fromkeys((*values.SOURCES, "revision", "draft_revision")) | parts | own
+        pair = load_pair(str(target), options.Models(**{**vars(drafts), **fetched}))
         shape = options.read_graph_config(graph_config)
         Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
     if "assistant_tokenizer" in pair.speculation:
@@ -84,7 +86,7 @@ def command(
     if as_json:
         print_json({"folder": str(folder), "bytes": size, "drafts": taken})
         return
-    out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*taken, 'history'])}", soft_wrap=True)
-    out.print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True).generate(…)', soft_wrap=True)
-    out.print(f"transformers serve {folder} --trust-remote-code", soft_wrap=True)
-    out.print(f"gsd-kernels serve {folder}", soft_wrap=True)
+    out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*taken, 'history'])}")
+    out.print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True).generate(…)')
+    out.print(f"transformers serve {folder} --trust-remote-code")
+    out.print(f"gsd-kernels serve {folder}")

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from . import options
 from .demo import smollm2
 from .groups import with_groups
-from .options import read_graph_config
 from .output import err, progress, stats_table
-
-if TYPE_CHECKING:
-    from gsd_kernels_hf import GenerationStats
-    from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
-
-    from .pair import LoadedPair
-
 
 STATS = ("none", "table", "json")
 
@@ -39,9 +31,7 @@ def command(
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
     ] = True,
-    stats: Annotated[
-        str, options.choice(None, "Statistics on stderr; json is its last line.", "--stats", STATS)
-    ] = "none",
+    stats: Annotated[str, options.choice(None, "Statistics on stderr; json is its last line.", STATS)] = "none",
 ) -> None:
     """Generate text by graph-structured speculative decoding.
 
@@ -50,7 +40,7 @@ def command(
     continues where that is not installed, or heads, a drafter or a corpus of the pair are named.
     """
     model, texts = asked.read(models, ranks, stdin=True)
-    config, chat = read_graph_config(graph_config), asked.chat
+    config, chat = options.read_graph_config(graph_config), asked.chat
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
     answers = model is None and not (models.draft_heads or models.drafter or models.corpus or ranks.tp)
@@ -62,50 +52,40 @@ def command(
             pair = models.load(model, tp_timeout=ranks.timeout)
         told = "the embedded pair continues Python source"
     if model is None:
-        err.print(f"gsd-kernels: {told}; MODEL or --model names another model", soft_wrap=True)
+        err.print(f"gsd-kernels: {told}; MODEL or --model names another model")
     inputs = pair.encode(texts, chat)
     if pair.tokenizer.chat_template and not chat:
         err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")
     streams = stream and len(texts) == 1
     if streams and echo:
         print(texts[0], end="", flush=True)
-    arguments = {"graph_config": pair.shape(config), "criterion": criterion, "backend": backend}
-    arguments |= {"max_new_tokens": max_new_tokens, **sampling.arguments()}
-    result = _decode(pair, inputs, streams, arguments)
-    if not streams:
-        new = result.sequences[:, inputs["input_ids"].shape[1] :]
-        _print_texts(texts, pair.tokenizer.batch_decode(new, skip_special_tokens=True), echo=echo)
-    _print_stats(result.stats, stats)
-
-
-def _decode(pair: LoadedPair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
-    """Generate; with ``streams`` the text is printed as it is accepted."""
     from gsd_kernels_hf import generate
 
     from .streaming import StdoutStreamer
 
     with ExitStack() as waiting:
         waiting.enter_context(progress("reading the prompt" if streams else "generating"))
-        return generate(
+        result = generate(
             pair.target,
             **inputs,
             **pair.padding,
             **pair.speculation,
-            **arguments,
+            **sampling.arguments(),
+            graph_config=pair.shape(config),
+            criterion=criterion,
+            backend=backend,
+            max_new_tokens=max_new_tokens,
             streamer=StdoutStreamer(pair.tokenizer, waiting) if streams else None,
             return_dict_in_generate=True,
         )
-
-
-def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) -> None:
-    for number, (prompt, text) in enumerate(zip(prompts, continuations, strict=True), 1):
-        if len(prompts) > 1:
-            print(f"==> {number} <==")
-        print(prompt + text if echo else text)
-
-
-def _print_stats(stats: GenerationStats, how: str) -> None:
-    if how == "json":
-        err.print(json.dumps(stats.as_dict()), markup=False, soft_wrap=True)
-    elif how == "table":
-        err.print(stats_table(stats))
+    if not streams:
+        new = result.sequences[:, inputs["input_ids"].shape[1] :]
+        continued = pair.tokenizer.batch_decode(new, skip_special_tokens=True)
+        for number, (prompt, text) in enumerate(zip(texts, continued, strict=True), 1):
+            if len(texts) > 1:
+                print(f"==> {number} <==")
+            print(prompt + text if echo else text)
+    if stats == "json":
+        err.print(json.dumps(result.stats.as_dict()))
+    elif stats == "table":
+        err.print(stats_table(result.stats))

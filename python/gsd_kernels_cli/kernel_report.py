@@ -10,12 +10,12 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -117,6 +117,9 @@ def gate(row: dict[str, Any]) -> list[str]:
 
 def compile_launches(launch: Callable[[], object], arch: int) -> list[tuple[str, Any]]:
     """Every kernel that ``launch`` starts, compiled for ``arch`` and not run: (name, compiled kernel)."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     compiled: list[tuple[str, Any]] = []
@@ -129,60 +132,27 @@ def compile_launches(launch: Callable[[], object], arch: int) -> list[tuple[str,
         compiled.append((self.fn.__name__.strip("_").removesuffix("_kernel"), kernel))
         return kernel
 
-    with _target(arch):
-        JITFunction.run = record
-        try:
-            launch()
-        finally:
-            JITFunction.run = run
+    target = SimpleNamespace(  # so much of a triton driver as compiling needs
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # by which triton caches kernels: a constant would return another arch's
+        get_current_stream=lambda device=None: 0,
+    )
+    with knobs.language.scope(), patch.object(driver, "_active", target), patch.object(JITFunction, "run", record):
+        knobs.language.default_fp_fusion = True  # 3.9 warns when nobody has said
+        launch()
     return compiled
-
-
-class _Target:
-    """So much of a triton driver as compiling needs."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # triton caches kernels by device index: a constant would return another arch's kernel
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
-@contextmanager
-def _target(arch: int) -> Iterator[None]:
-    from triton import knobs
-    from triton.runtime import driver
-
-    previous = driver._active
-    driver._active = _Target(arch)
-    fusion = getattr(knobs.language, "default_fp_fusion", True)
-    knobs.language.default_fp_fusion = True  # 3.9 warns when nobody has said
-    try:
-        yield
-    finally:
-        knobs.language.default_fp_fusion = fusion
-        driver._active = previous
 
 
 def facts(compiled: Any, arch: int, read: bool = True) -> dict[str, Any]:
     """Resources of one compiled kernel and, if they are to be read, counts of its instructions."""
-    import triton
+    from triton.knobs import nvidia
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        usage = _run(nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
         # Without an analysis of branches.
-        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name) if read else None
+        code = _run(nvidia.nvdisasm.path, "-c", "-ndf", file.name) if read else None
     numbers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     if numbers is None:
         raise RuntimeError(f"cuobjdump reported no resource usage: {usage[:200]}")
@@ -205,10 +175,11 @@ def _instructions(code: str) -> dict[str, Any]:
         return sum(n for opcode, n in opcodes.items() if re.match(pattern, opcode))
 
     matrix = [f"{count(p)} {name}" for name, p in _MATRIX if count(p)]
+    widths = [int(w) for op in opcodes if op.startswith("LDG") for w in re.findall(r"\.(64|128|256)\b", op)]
     return {
         "spill_stores": count("STL"),
         "spill_loads": count("LDL"),
-        "load_bits": _widest_load(opcodes),
+        "load_bits": max(widths, default=32),  # of the widest global load
         "matrix": ", ".join(matrix) or "-",
         "instructions": sum(opcodes.values()),
     }
@@ -217,14 +188,8 @@ def _instructions(code: str) -> dict[str, Any]:
 _MATRIX = (("HMMA", "HMMA"), ("HGMMA", "HGMMA"), ("UTCMMA", "UTC.*MMA"))
 
 
-def _widest_load(opcodes: Counter[str]) -> int:
-    """Bits of the widest global load instruction."""
-    widths = [int(w) for op in opcodes if re.match(r"LDG", op) for w in re.findall(r"\.(64|128|256)\b", op)]
-    return max(widths, default=32)
-
-
-def _run(tool: Path, *args: str) -> str:
-    return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def shipped_cases() -> list[Case]:

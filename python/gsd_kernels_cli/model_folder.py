@@ -1,21 +1,25 @@
-"""Writes a model folder that decodes by itself: a checkpoint's files, what drafts for it, and ``custom_generate/``."""
+"""Writes a model folder that decodes by itself: a checkpoint's files, what drafts for it, ``custom_generate/``.
+
+Its card is the model's own, behind what the Hub's convention for ``custom_generate`` asks for.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
+
 from gsd_kernels_hf.exported.options import FILE, HUB, PLACES, write_options
-from gsd_kernels_hf.files import check_writable, path_of, write_folder, write_text
+from gsd_kernels_hf.files import HUB_ID, path_of, write_folder, write_text
 from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch
 from gsd_kernels_hf.sources.load import OWN
-
-from .card import card_of
 
 WANTED = "*.json *.safetensors *.jinja *.model *.txt *.tiktoken *.py README.md LICENSE* NOTICE*".split()
 """Files of a checkpoint that are taken along, by their names: weights as safetensors alone."""
@@ -23,8 +27,19 @@ LEFT_OUT = (FILE, "consolidated*.safetensors")
 """Of these, what is not: options of an earlier export, and weights in a layout that transformers does not read."""
 LARGE = (".safetensors", ".npy")
 """Endings of the files that may be linked."""
-ADAPTER = "adapter_config.json"
 MB = 1e6
+
+OWN_CARD = "## The model's own card"
+FROM = "\n## Model compatibility"
+"""From here on the card of ``custom_generate`` holds for every folder."""
+TEMPLATE = Path(__file__).with_name("card.md")
+
+WORDS = {
+    "assistant_model": "a smaller model (`draft/`)",
+    "drafter": "a drafter that was trained for it (`drafter/`, or heads in its own checkpoint)",
+    "draft_heads": "heads that were trained for it (`heads/`)",
+    "corpus": "a corpus of texts (`corpus/`)",
+}
 
 
 def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
@@ -39,7 +54,7 @@ def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | 
         ValueError: it is an adapter, or has no safetensors.
     """
     folder = fetch(where, what, wanted=WANTED, revision=revision)
-    if (folder / ADAPTER).is_file():
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{what}: {where} is an adapter, which names its base model alone; merge them first: "
             "model.merge_and_unload().save_pretrained(FOLDER)"
@@ -62,27 +77,11 @@ def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> d
     Raises:
         ValueError: there is no such folder, or one whose files cannot be taken along.
     """
-    folders = {}
-    for option, where in named.items():
-        if where is None or where == OWN:
-            continue
-        if option == "assistant_model":
-            folders[option] = checkpoint_folder(where, option, draft_revision)
-        else:
-            folders[option] = path_of(where) if option == "corpus" else fetch(where, option)
-    return folders
-
-
-def check_new(folder: Path) -> None:
-    """Raise for a folder that exists, or that cannot be made.
-
-    Raises:
-        ValueError: it exists.
-        OSError: nothing may be written beside it.
-    """
-    if folder.exists():
-        raise ValueError(f"DIR: {folder} exists; name a new folder, or delete it first")
-    check_writable("DIR", folder)
+    other: dict[str, Callable[[str, str], Path]] = {
+        "assistant_model": partial(checkpoint_folder, revision=draft_revision),
+        "corpus": lambda where, _: path_of(where),
+    }
+    return {o: other.get(o, fetch)(where, o) for o, where in named.items() if where not in (None, OWN)}
 
 
 def write_model_folder(
@@ -103,33 +102,27 @@ def write_model_folder(
         parts: folders of what drafts for it, by their options, those of :data:`PLACES`.
         options: further ones: ``graph_config``, and ``drafter="mtp"``.
         link: whether large files are hard links to those that they come from, where the file system can.
-
-    Raises:
-        ValueError: it exists.
     """
-    check_new(folder)
     sources = {"": model, **{PLACES[option]: source for option, source in parts.items()}}
     files = [(place, file) for place, source in sources.items() for file in taken(source)]
     total = sum(file.stat().st_size for _, file in files)
-    with write_folder(folder) as partial, tracked(f"writing {folder}", total / MB, "MB") as update:
+    with write_folder(folder) as new, tracked(f"writing {folder}", total / MB, "MB") as update:
         done = 0.0
         for place, file in files:
-            (partial / place).mkdir(exist_ok=True)
-            put(file, partial / place / file.name, link=link)
+            (new / place).mkdir(exist_ok=True)
+            put(file, new / place / file.name, link=link)
             done += file.stat().st_size / MB
             update(done)
-        write_options(partial, {**{option: PLACES[option] for option in parts}, **options})
-        (partial / "custom_generate").mkdir()
-        for file in ("generate.py", "requirements.txt"):
-            shutil.copyfile(HUB / "custom_generate" / file, partial / "custom_generate" / file)
-        write_text(partial / "README.md", card_of(model, name, [*parts, *options]))
+        write_options(new, {**{option: PLACES[option] for option in parts}, **options})
+        code = "custom_generate"
+        shutil.copytree(HUB / code, new / code, ignore=shutil.ignore_patterns("__pycache__"))
+        write_text(new / "README.md", card_of(model, name, [*parts, *options]))
 
 
 def taken(source: Path) -> list[Path]:
     """The files of a checkpoint or an index that are taken along."""
-    named = {file for pattern in (*WANTED, *(f"*{ending}" for ending in LARGE)) for file in source.glob(pattern)}
-    left_out = {file for pattern in LEFT_OUT for file in source.glob(pattern)}
-    return sorted(file for file in named - left_out if file.is_file())
+    files = {file for pattern in (*WANTED, "*.npy") for file in source.glob(pattern) if file.is_file()}
+    return sorted(file for file in files if not any(map(file.match, LEFT_OUT)))
 
 
 def put(file: Path, to: Path, *, link: bool) -> None:
@@ -139,3 +132,28 @@ def put(file: Path, to: Path, *, link: bool) -> None:
             os.link(file.resolve(), to)  # the hub's cache has links to its files
             return
     shutil.copyfile(file, to)
+
+
+def card_of(model: Path, name: str, options: Iterable[str]) -> str:
+    """The text of ``README.md``.
+
+    Args:
+        model: the folder of the model, whose own card may be in it.
+        name: of the model: a hub id, or what the user called it.
+        options: names of those that say what drafts for it.
+    """
+    file = model / "README.md"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    own = ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}", ignore_metadata_errors=True)
+    own.data.tags = sorted({*(own.data.tags or ()), "custom_generate"})
+    own.data.base_model = own.data.base_model or (name if HUB_ID.fullmatch(name) else None)
+    own.data.library_name = own.data.library_name or "transformers"
+    general = (HUB / "README.md").read_text(encoding="utf-8").partition(FROM)
+    said = {
+        "title": Path(name).name,
+        "drafts": ", ".join([*(WORDS[o] for o in WORDS if o in options), "the text itself"]),
+        "model": name,
+        "general": "".join(general[1:]),
+        "own": own.text.rpartition(f"{OWN_CARD}\n")[2].strip(),
+    }
+    return ModelCard.from_template(own.data, template_path=str(TEMPLATE), **said).content.strip() + "\n"

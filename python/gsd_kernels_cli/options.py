@@ -34,27 +34,27 @@ def option(panel: str | None, help: str | None = None, *flags: str, **more: Any)
     return typer.Option(*flags, rich_help_panel=panel, help=help, **more)
 
 
-def choice(panel: str | None, help: str, flag: str, known: Sequence[str]) -> Any:
+def choice(panel: str | None, help: str, known: Sequence[str]) -> Any:
     """An option whose value is one of those that are known."""
-    return option(panel, help, flag, metavar="|".join(known), callback=values.one_of(flag, known))
+    return option(panel, help, metavar="|".join(known), callback=values.one_of(known))
 
 
 def model_option(without: str) -> Any:
     """``--model``; ``without`` it, says its help, what."""
     said = f"Target: a local checkpoint folder, a hub id, or a GGUF file. Without it {without}."
-    return option(_MODELS, said, "--model", metavar="DIR|ID|FILE.gguf", callback=values.model("--model"))
+    return option(_MODELS, said, "--model", metavar="DIR|ID|FILE.gguf", callback=values.model)
 
 
 def checkpoint_option(said: str) -> Any:
     """``--model`` of commands that read a checkpoint's own files, which no GGUF file has; ``said`` by its help."""
-    return typer.Option("--model", metavar="DIR|ID", callback=values.folder("--model"), help=said)
+    return typer.Option("--model", metavar="DIR|ID", callback=values.folder, help=said)
 
 
 ModelPlace = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        callback=values.model("MODEL"),
+        callback=values.model,
         show_default=False,
         help="Target: a local checkpoint folder, a hub id, or a GGUF file; --model is the same.",
     ),
@@ -72,23 +72,12 @@ Draft = Annotated[
     ),
 ]
 Revision = Annotated[str | None, option(_MODELS, "Branch, tag or commit of --model on the hub.")]
-DtypeOption = Annotated[str, choice(_MODELS, "auto: as stored (the embedded pair: float32).", "--dtype", DTYPES)]
+DtypeOption = Annotated[str, choice(_MODELS, "auto: as stored (the embedded pair: float32).", DTYPES)]
 Device = Annotated[
     str | None,
     option(_MODELS, "cpu, cuda, cuda:1, …; default: the first GPU if there is one.", callback=values.device),
 ]
 TrustRemoteCode = Annotated[bool, option(_MODELS, "Run Python code that the checkpoint brings.", "--trust-remote-code")]
-Chat = Annotated[
-    bool, option(_PROMPT, "Each prompt is a user's message: apply the tokenizer's chat template.", "--chat")
-]
-Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[MODEL] [PROMPTS]...",
-        show_default=False,
-        help="Prompts; several are one batch. The first names the target if it is its folder, hub id or GGUF file.",
-    ),
-]
 PromptFiles = Annotated[
     list[str] | None,
     option(_PROMPT, "Read a prompt from a UTF-8 file; - is stdin. Repeatable.", "--prompt-file", metavar="FILE"),
@@ -111,11 +100,10 @@ CriterionOption = Annotated[
         "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
         "[bold]block[/bold]: the same, a chain at a time. "
         "[bold]typical[/bold]: likely enough, which changes the output.",
-        "--criterion",
         CRITERIA,
     ),
 ]
-Backend = Annotated[str, choice(_DECODING, "Of the ops; see gsd-kernels doctor.", "--backend", values.BACKENDS)]
+Backend = Annotated[str, choice(_DECODING, "Of the ops; see gsd-kernels doctor.", values.BACKENDS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text and tables.")]
 
 
@@ -179,14 +167,23 @@ class Models(Drafts):
     dtype: DtypeOption = "auto"
 
     def load(self, model: str | None, tp_timeout: float | None = None) -> LoadedPair:
-        """Load by :func:`~gsd_kernels_cli.pair.load_pair`; by default with what a folder names to draft."""
-        from .pair import load_pair, of_folder
+        """Load by :func:`~gsd_kernels_cli.pair.load_pair`; by default with what a folder names to draft.
 
-        if model is None or any(getattr(self, name) for name in values.SOURCES):
-            return load_pair(model, self, tp_timeout)
-        named, shape = of_folder(model)
-        pair = load_pair(model, replace(self, **named), tp_timeout)
-        pair.own_shape = shape
+        Raises:
+            ValueError: the folder's file of options is damaged, or see there.
+        """
+        from gsd_kernels_hf.exported.options import read_options, shape_in
+        from gsd_kernels_hf.sources.load import OWN
+
+        from .pair import load_pair
+
+        named = any(getattr(self, name) for name in values.SOURCES)
+        given = read_options(folder) if model and not named and (folder := Path(model)).is_dir() else {}
+        own = {
+            name: OWN if given[name] == OWN else str(folder / given[name]) for name in values.SOURCES if name in given
+        }
+        pair = load_pair(model, replace(self, **own), tp_timeout)
+        pair.own_shape = shape_in(given)
         return pair
 
     def load_chat_model(self) -> LoadedPair:
@@ -242,11 +239,20 @@ class Ranks:
 class Asked:
     """Prompts, and the model that continues or answers them."""
 
-    prompts: Prompts = None
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [PROMPTS]...",
+            show_default=False,
+            help="Prompts; several are one batch. The first names the target if it is its folder, hub id or GGUF file.",
+        ),
+    ] = None
     model: Model = None
     prompt_files: PromptFiles = None
     lines: Lines = False
-    chat: Chat = False
+    chat: Annotated[
+        bool, option(_PROMPT, "Each prompt is a user's message: apply the tokenizer's chat template.", "--chat")
+    ] = False
 
     def read(self, models: Models, ranks: Ranks, *, stdin: bool) -> tuple[str | None, list[str]]:
         """The model and the texts; none where neither an argument nor a file has one, and ``stdin`` is not read.
@@ -334,5 +340,4 @@ def read_prompts(
 def _stdin() -> str:
     if sys.stdin is None:
         raise ValueError("prompt: stdin is closed; give one as an argument or by --prompt-file")
-    raw = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")
+    return decode_utf8(sys.stdin.buffer.read(), "prompt", "stdin")

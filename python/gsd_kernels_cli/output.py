@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ EXIT_CODES = (
 WAIT_SECONDS = 2.0
 """Seconds after which a silent command reports what it is doing."""
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out, err = (Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True) for stderr in (False, True))
 
 
 def only_first_rank_prints() -> None:
@@ -61,7 +59,7 @@ def progress(what: str) -> Iterator[None]:
         with err.status(what):
             yield
         return
-    timer = threading.Timer(WAIT_SECONDS, err.print, (f"{what} …",), {"markup": False, "soft_wrap": True})
+    timer = threading.Timer(WAIT_SECONDS, err.print, (f"{what} …",))
     timer.daemon = True
     timer.start()
     try:
@@ -74,21 +72,23 @@ class _Lines(logging.Handler):
     """Prints what a logger says, as the command's own lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        err.print(f"gsd-kernels: {record.getMessage()}", markup=False, soft_wrap=True)
+        err.print(f"gsd-kernels: {record.getMessage()}")
+
+
+_LINES = _Lines()
 
 
 def show_progress() -> None:
     """Print the lines of :mod:`gsd_kernels_hf.progress` on stderr, where that is no terminal for its bars."""
     logger = logging.getLogger("gsd_kernels.progress")
-    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
-        logger.addHandler(_Lines())
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    logger.addHandler(_LINES)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def print_json(value: Any) -> None:
     """Plain JSON on stdout, never wrapped or coloured."""
-    out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+    out.print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 NO_HEADERS = ["", "<"]
@@ -107,7 +107,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def stats_table(stats: GenerationStats) -> Table:
     """The statistics of one ``generate`` call."""
-    return table(NO_HEADERS, [[name, escape(text)] for name, text in stats.table()])
+    return table(NO_HEADERS, stats.table())
 
 
 def size(number: float | None) -> str:

@@ -20,7 +20,7 @@ from gsd_kernels_cli.demo.drafters import heads_folder
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.resolved import Sources
-from gsd_kernels_hf.exported.options import SOURCES, read_options, shape_in
+from gsd_kernels_hf.exported.options import SOURCES
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
@@ -28,9 +28,9 @@ from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.sources.load import OWN, load_drafter
+from gsd_kernels_hf.sources.load import load_drafter
 
-from . import ranks, values
+from . import ranks
 from .values import NONE, WITHOUT_MODEL
 
 BAD_CHAT = (TemplateError, ValueError, TypeError, KeyError)
@@ -90,11 +90,11 @@ class LoadedPair:
         encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
         return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
-    def chat(self, turns: list[dict[str, str]], option: str) -> dict[str, Tensor]:
+    def chat(self, turns: list[dict[str, str]]) -> dict[str, Tensor]:
         """Inputs of a chat up to where its answer begins; without a template, its texts, an empty line between them."""
         if not self.tokenizer.chat_template:
             return self.encode(["\n\n".join(turn["content"] for turn in turns)])
-        text = self.templated(turns, option)
+        text = self.templated(turns, "--model")
         return dict(self.tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.device))
 
     def templated(self, turns: list[dict[str, str]], option: str) -> str:
@@ -165,19 +165,20 @@ def load_pair(model: str | None, models: Any, tp_timeout: float | None = None) -
     if model is None:
         model, draft = str(demo.path() / "target"), str(demo.path() / "draft") if draft is None else draft
         dtype = "float32" if dtype == "auto" else dtype
-    loading = {"dtype": dtype, "trust_remote_code": trust}
+    hub = {"revision": models.revision or "main", "trust_remote_code": trust}
     place = _place(model, "--model", where)
-    tokenizer = _load_tokenizer(place, models.revision, trust)
+    tokenizer = _load_tokenizer(place, hub)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    sharded = {} if tp_timeout is None else _sharding(place, models.revision, trust)
-    target = _load_model(place, where, models.revision, **loading, **sharded)
+    sharded = {} if tp_timeout is None else _sharding(place, hub)
+    target = _load_model(place, where, dtype, {**hub, **sharded})
     drafts: dict[str, Any] = {}
     if draft is not None and draft not in WITHOUT_MODEL:
         place = _place(draft, "--draft", where)
-        small = drafts["assistant_model"] = _load_model(place, where, models.draft_revision, **loading)
+        hub["revision"] = models.draft_revision or "main"
+        small = drafts["assistant_model"] = _load_model(place, where, dtype, hub)
         try:
-            draft_tokenizer = _load_tokenizer(place, models.draft_revision, trust)
+            draft_tokenizer = _load_tokenizer(place, hub)
         except (OSError, ValueError):
             # A folder of weights alone: the vocabulary sizes are compared.
             cure = f"{place} has no tokenizer that can be read; put its files there"
@@ -199,18 +200,6 @@ def load_pair(model: str | None, models: Any, tp_timeout: float | None = None) -
     return LoadedPair(target, tokenizer, drafts, plain=draft == NONE and not (heads or drafter or corpus))
 
 
-def of_folder(model: str) -> tuple[dict[str, str], GraphConfig | str | None]:
-    """Find what drafts by a folder's ``gsd_kernels.json``, as options of a command, and its ``graph_config``.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    folder = Path(model)
-    given = read_options(folder) if folder.is_dir() else {}
-    named = {name: given[name] for name in values.SOURCES if name in given}
-    return {name: OWN if place == OWN else str(folder / place) for name, place in named.items()}, shape_in(given)
-
-
 def _place(where: str, what: str, device: torch.device) -> str:
     """Find a model like :func:`~gsd_kernels_hf.files.model_place`.
 
@@ -223,27 +212,24 @@ def _place(where: str, what: str, device: torch.device) -> str:
     return place
 
 
-def _sharding(place: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+def _sharding(place: str, hub: dict[str, Any]) -> dict[str, Any]:
     """Arguments that shard the target over the ranks, whose heads they divide."""
     if place.endswith(GGUF):
         raise ValueError("--tp: the packed weights of a GGUF file are not divided among processes; leave it out")
-    config = AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
-    check_heads("--model", config, dist.get_world_size())  # before anything large is read
+    check_heads("--model", AutoConfig.from_pretrained(place, **hub), dist.get_world_size())  # before anything large
     return ranks.sharding()
 
 
-def _load_model(name: str, where: torch.device, revision: str | None, **options: Any) -> PreTrainedModel:
+def _load_model(place: str, where: torch.device, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
     """A model in evaluation mode on its device; one that is sharded is there already."""
-    if name.endswith(GGUF):
-        dtype = options["dtype"]
-        return from_gguf(name, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
-    loaded = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", **options)
-    on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
-    return (loaded if on_device else loaded.to(where)).eval()
+    if place.endswith(GGUF):
+        return from_gguf(place, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+    loaded = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
+    sharded = not {"tp_plan", "distributed_config"}.isdisjoint(options) and loaded.tp_size
+    return (loaded if sharded else loaded.to(where)).eval()
 
 
-def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    if name.endswith(GGUF):
-        return load_tokenizer(Path(name), padding_side="left")
-    options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    return AutoTokenizer.from_pretrained(name, padding_side="left", **options)
+def _load_tokenizer(place: str, hub: dict[str, Any]) -> PreTrainedTokenizerBase:
+    if place.endswith(GGUF):
+        return load_tokenizer(Path(place), padding_side="left")
+    return AutoTokenizer.from_pretrained(place, padding_side="left", **hub)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from gsd_kernels_hf.model.properties import positions
+
 from .output import err, progress
 from .pair import LoadedPair
 
@@ -65,7 +67,7 @@ class Conversation:
             ValueError: the conversation has no position left for an answer; it is as it was before.
         """
         target, turns = self.pair.target, [*self.turns, {"role": "user", "content": message}]
-        inputs = self.pair.chat(turns, "--model")
+        inputs = self.pair.chat(turns)
         most = self._room(inputs["input_ids"].shape[1])
         arguments = {**self.arguments, **self.pair.padding, "max_new_tokens": most}
         with ExitStack() as waiting:
@@ -89,10 +91,9 @@ class Conversation:
     def _room(self, length: int) -> int:
         """New tokens of an answer behind ``length`` tokens, which ends where the model's positions do."""
         most = self.arguments["max_new_tokens"]
-        positions = getattr(self.pair.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if positions is None:
+        limit = positions(self.pair.target)
+        if limit is None:
             return most
-        if length >= positions:
-            full = f"the conversation has {length} tokens, the model {positions} positions"
-            raise ValueError(f"{full}: /reset begins anew")
-        return min(most, positions - length)
+        if length >= limit:
+            raise ValueError(f"the conversation has {length} tokens, the model {limit} positions: /reset begins anew")
+        return min(most, limit - length)

@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
+
+import typer
 
 from gsd_kernels_hf.files import CONFIGS, GGUF, HUB_ID, checkpoint_place, model_place
 
@@ -19,8 +22,6 @@ NONE = "none"
 WITHOUT_MODEL = ("history", NONE)
 """Values of ``--draft`` that name no model."""
 
-Check = Callable[[str | None], str | None]
-
 
 def unknown(option: str, value: str, known: Iterable[str]) -> str:
     """An error's text: ``value`` is none of the ``known``, and which one is near."""
@@ -30,46 +31,49 @@ def unknown(option: str, value: str, known: Iterable[str]) -> str:
     return f"{option}: there is no {value!r}; {meant}expected one of {', '.join(known)}"
 
 
-def one_of(option: str, known: Sequence[str]) -> Check:
-    """A check of an option whose value is one of those that are known, in whatever case."""
+def check_by(check: Callable[[str, str], str]) -> Callable[..., Any]:
+    """A callback of an option, or of the argument MODEL: ``check`` takes a value and the name."""
 
-    def check(value: str | None) -> str | None:
-        if value is not None and value.lower() not in known:
+    def read(param: typer.CallbackParam, value: Any) -> Any:
+        name = param.opts[0] if param.opts[0].startswith("-") else "MODEL"
+        if isinstance(value, list | tuple):
+            return [check(one, name) for one in value]
+        return None if value is None else check(value, name)
+
+    return read
+
+
+def one_of(known: Sequence[str]) -> Callable[..., Any]:
+    """A callback: the value is one of those that are known, in whatever case."""
+
+    def check(value: str, option: str) -> str:
+        if value.lower() not in known:
             raise ValueError(unknown(option, value, known))
-        return value if value is None else value.lower()
+        return value.lower()
 
-    return check
-
-
-backend = one_of("--backend", BACKENDS)
+    return check_by(check)
 
 
-def device(value: str | None) -> str | None:
-    """``--device``; whether this machine has it, torch says when it is imported.
+@check_by
+def device(value: str, option: str) -> str:
+    """A device's name; whether this machine has it, torch says when it is imported.
 
     Raises:
-        ValueError: no device's name.
+        ValueError: it is none.
     """
-    if value is None or DEVICE.fullmatch(value):
+    if DEVICE.fullmatch(value):
         return value
     near = NICKNAMES.get(value.lower(), value.lower())
     meant = f"did you mean {near!r}? " if DEVICE.fullmatch(near) else ""
-    raise ValueError(f"--device: {value!r} is no device; {meant}expected cpu, cuda or cuda:1")
+    raise ValueError(f"{option}: {value!r} is no device; {meant}expected cpu, cuda or cuda:1")
 
 
-def model(option: str) -> Check:
-    """A check of an option that names a model: a folder with one, a GGUF file, or a hub id."""
-    return _place(option, model_place)
-
-
-def folder(option: str) -> Check:
-    """A check like :func:`model`, without files: a folder with a checkpoint, or a hub id."""
-    return _place(option, partial(model_place, gguf=False))
-
-
-def draft(value: str | None) -> str | None:
-    """``--draft``; see :func:`model`."""
-    return value if value in WITHOUT_MODEL else model("--draft")(value)
+model = check_by(model_place)
+"""Of a model: a folder with one, a GGUF file, or a hub id."""
+folder = check_by(partial(model_place, gguf=False))
+"""The same without files."""
+draft = check_by(lambda value, option: value if value in WITHOUT_MODEL else model_place(value, option))
+drafter = check_by(lambda value, option: value if value == "mtp" else checkpoint_place(value, option))
 
 
 def named_once(place: str | None, option: str | None) -> str | None:
@@ -91,17 +95,12 @@ def model_before(prompts: list[str] | None, option: str | None) -> tuple[str | N
     first, *rest = prompts or [""]
     folder = first and any(os.path.isfile(os.path.join(os.path.expanduser(first), name)) for name in CONFIGS)
     if option is None and (folder or first.endswith(GGUF) or HUB_ID.fullmatch(first)):
-        return model("MODEL")(first), rest
+        return model_place(first, "MODEL"), rest
     return option, prompts or []
 
 
 SOURCES = ("assistant_model", "drafter", "draft_heads", "corpus")
 """Arguments of :func:`gsd_kernels.patch` that name what drafts."""
-
-
-def drafter(value: str | None) -> str | None:
-    """``--drafter``: a folder, a hub id, or ``mtp``."""
-    return value if value == "mtp" else _place("--drafter", checkpoint_place)(value)
 
 
 def check_draft(model: str | None, draft: str | None) -> None:
@@ -112,10 +111,3 @@ def check_draft(model: str | None, draft: str | None) -> None:
     """
     if model is None and draft is not None and draft not in WITHOUT_MODEL:
         raise ValueError("--draft: needs --model, the target that it drafts for; history and none go without one")
-
-
-def _place(option: str, place: Callable[[str, str], str]) -> Check:
-    def check(value: str | None) -> str | None:
-        return None if value is None else place(value, option)
-
-    return check

@@ -92,7 +92,7 @@ def command(
             limits=limits,
         )
         if not is_loopback(host):
-            err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
+            err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key")
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"
-        err.print(f"gsd-kernels: serving {name} at {url}; Ctrl-C ends it", markup=False, soft_wrap=True)
+        err.print(f"gsd-kernels: serving {name} at {url}; Ctrl-C ends it")
         server.run(app, where)

@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from .options import BRANCH_FLAG, DEFAULT_BRANCH, DEFAULT_ROWS, ROWS_FLAG, Options
+from .options import DEFAULT_BRANCH, DEFAULT_ROWS, Options, check_flags
 
 MOST_REQUESTS = 48  # SGLang's own default beside a speculative algorithm
 
@@ -21,14 +21,9 @@ class GraphAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
-    def carries_draft_hidden_states(self) -> bool:
-        return SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states()
-
-    def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        return SpeculativeAlgorithm.NGRAM.create_future_map(*args, **kwargs)
-
-    def need_topk(self) -> bool:
-        return SpeculativeAlgorithm.NGRAM.need_topk()
+    carries_draft_hidden_states = staticmethod(SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states)
+    create_future_map = staticmethod(SpeculativeAlgorithm.NGRAM.create_future_map)
+    need_topk = staticmethod(SpeculativeAlgorithm.NGRAM.need_topk)
 
     def get_platform_worker_cls(self) -> type | None:
         return None
@@ -72,10 +67,9 @@ def check(server_args: Any) -> None:
         raise ValueError(
             "--pp-size: expected 1 with --speculative-algorithm GSD: its trees are not relayed between stages"
         )
-    for flag, name in ((ROWS_FLAG, "speculative_num_draft_tokens"), (BRANCH_FLAG, "speculative_eagle_topk")):
-        value = getattr(server_args, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"{flag}: expected at least 1, got {value}")
+    check_flags(
+        getattr(server_args, "speculative_num_draft_tokens", None), getattr(server_args, "speculative_eagle_topk", None)
+    )
 
 
 def check_paging(server_args: Any) -> None:

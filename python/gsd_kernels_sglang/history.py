@@ -67,9 +67,9 @@ class History:
         before = pad(text, (self.context - 1, 0), value=-1).unfold(0, self.context, 1)[:-1].flip(-1)  # [P − 1, C]
         tokens = pad(text[1:, None], (0, self.branch - 1), value=-1)  # [P − 1, K]
         log_probs = torch.full(tokens.shape, math.log(PROMPT_PROBABILITY), dtype=torch.float32, device="cpu")
-        numbers = torch.full((1, len(tokens)), number, dtype=torch.int32, device="cpu")
         valid = torch.ones(1, len(tokens), dtype=torch.bool, device="cpu")
-        self._insert(self.own, numbered(before[None], numbers), tokens[None], log_probs[None], valid)
+        whose = torch.tensor([number], dtype=torch.int32, device="cpu")
+        self._insert(self.own, self._numbered(before[None], whose), tokens[None], log_probs[None], valid)
 
     def remember(self, numbers: Tensor, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
         """Remember the target's most likely continuations of verified rows.
@@ -81,8 +81,7 @@ class History:
             log_probs: float32 [B, R, K].
             valid: bool [B, R], rows that hold a token.
         """
-        mine = numbered(contexts[..., : self.context], numbers[:, None].expand(valid.shape))
-        self._insert(self.own, mine, tokens, log_probs, valid)
+        self._insert(self.own, self._numbered(contexts, numbers), tokens, log_probs, valid)
         if self.shared is not None:
             self._insert(self.shared, contexts, tokens, log_probs, valid)
 
@@ -96,8 +95,7 @@ class History:
         Returns:
             tokens int32 [B, W, K], best first, −1 for none, and log-probabilities float32 [B, W, K].
         """
-        mine = numbered(contexts[..., : self.context], numbers[:, None].expand(contexts.shape[:2]))
-        *found, matched = self._lookup(self.own, mine)
+        *found, matched = self._lookup(self.own, self._numbered(contexts, numbers))
         matched = (matched - 1).clamp(min=0)  # the number is no token
         own = found[0], self._calibrated(found[1], matched)
         if self.shared is None:
@@ -119,7 +117,7 @@ class History:
         flat = (t.reshape(1, -1, *t.shape[2:]).contiguous() for t in entries)
         ngram_insert(table, *flat)
 
-
-def numbered(contexts: Tensor, numbers: Tensor) -> Tensor:
-    """Contexts int32 [B, R, C] with the number of their request, int32 [B, R], in front: [B, R, 1 + C]."""
-    return torch.cat([numbers[..., None], contexts], -1)
+    def _numbered(self, contexts: Tensor, numbers: Tensor) -> Tensor:
+        """Contexts int32 [B, R, C] with the number of their request, int32 [B], in front: [B, R, 1 + C]."""
+        whose = numbers[:, None, None].expand(*contexts.shape[:2], 1)
+        return torch.cat([whose, contexts[..., : self.context]], -1)

@@ -23,15 +23,8 @@ class RowPolicy:
 
     most: int
     batch_rows: int
-    flexible: bool = True
-    trims: bool = True
-
-    @classmethod
-    def of(cls, most: int, batch_rows: int | None, *, backend: str | None, device: str, captured: bool) -> RowPolicy:
-        """The policy for an attention backend of SGLang on a device, where steps of ``most`` rows are ``captured``."""
-        budget = batch_rows or (CPU_ROWS if device == "cpu" else GPU_ROWS)
-        flexible = backend in FLEXIBLE
-        return cls(most, budget, flexible=flexible, trims=flexible and not captured)
+    flexible: bool
+    trims: bool
 
     def budget(self, requests: int) -> int:
         """Rows that each of ``requests`` requests may have; 1 is plain decoding."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.names import unknown
+from gsd_kernels.names import fields_named
 
 VARIABLE = "GSD_KERNELS_SGLANG_OPTIONS"
 ROWS_FLAG, BRANCH_FLAG = "--speculative-num-draft-tokens", "--speculative-eagle-topk"
@@ -25,6 +25,7 @@ BOUNDS = {
 }
 
 
+@fields_named(f"{VARIABLE}: unknown option")
 @dataclass(frozen=True)
 class Options:
     """How drafts are grown and remembered.
@@ -55,8 +56,12 @@ class Options:
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None or name != "batch_rows":
-                _whole(name, value, low, high)
+            if value is None and name == "batch_rows":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{VARIABLE}: {name}: expected a whole number, got {value!r}")
+            if not low <= value <= high:
+                raise ValueError(f"{VARIABLE}: {name}: expected {low} … {high}, got {value}")
         if not isinstance(self.shared, bool):
             raise TypeError(f"{VARIABLE}: shared: expected true or false, got {self.shared!r}")
         if self.capacity & (self.capacity - 1):
@@ -74,10 +79,6 @@ class Options:
             raise ValueError(f'{VARIABLE}: expected a JSON object such as {{"levels": 10}}: {error}') from error
         if not isinstance(given, dict):
             raise TypeError(f'{VARIABLE}: expected a JSON object such as {{"levels": 10}}, got {text}')
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown(f"{VARIABLE}: unknown option", name, known))
         return cls(**given)
 
     def graph_config(self, rows: int, branch: int) -> GraphConfig:
@@ -86,8 +87,7 @@ class Options:
         Raises:
             ValueError: the two do not fit what the operators take, or the graph would be too large.
         """
-        _flag(ROWS_FLAG, rows, 2, 128)
-        _flag(BRANCH_FLAG, branch, 1, 32)
+        check_flags(rows, branch)
         levels = min(self.levels, rows - 1)
         try:
             return GraphConfig(
@@ -104,13 +104,12 @@ class Options:
             raise ValueError(f"{VARIABLE}: lower levels or width: {error}") from error
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{VARIABLE}: {name}: expected a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{VARIABLE}: {name}: expected {low} … {high}, got {value}")
+def check_flags(rows: int | None, branch: int | None) -> None:
+    """Refuse what the operators do not take of SGLang's two numbers, ``None`` where the user left them open.
 
-
-def _flag(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected {low} … {high} with --speculative-algorithm GSD, got {value}")
+    Raises:
+        ValueError: with the flag.
+    """
+    for flag, value, low, high in ((ROWS_FLAG, rows, 2, 128), (BRANCH_FLAG, branch, 1, 32)):
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{flag}: expected {low} … {high} with --speculative-algorithm GSD, got {value}")

@@ -15,12 +15,16 @@ NAME = "GSD"
 def register() -> None:
     """Make ``--speculative-algorithm GSD`` known; with an untested SGLang, make it a refusal that says so."""
     reason = refusal(__version__)
-    if reason is not None:
-        _register_refusal(reason)
-        return
-    from .algorithm import GraphAlgorithm, check
+    if reason is None:
+        from .algorithm import GraphAlgorithm, check
 
-    SpeculativeAlgorithm.register(NAME, spec_class=GraphAlgorithm, validate_server_args=check)(worker)
+        SpeculativeAlgorithm.register(NAME, spec_class=GraphAlgorithm, validate_server_args=check)(worker)
+        return
+
+    def refuse(server_args: Any) -> None:
+        raise ValueError(reason)
+
+    SpeculativeAlgorithm.register(NAME, validate_server_args=refuse)(refuse)
 
 
 def worker(server_args: Any) -> type:
@@ -28,10 +32,3 @@ def worker(server_args: Any) -> type:
     from .worker import GraphWorker
 
     return GraphWorker
-
-
-def _register_refusal(reason: str) -> None:
-    def refuse(server_args: Any) -> None:
-        raise ValueError(reason)
-
-    SpeculativeAlgorithm.register(NAME, validate_server_args=refuse)(refuse)

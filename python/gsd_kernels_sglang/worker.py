@@ -14,7 +14,7 @@ from sglang.srt.speculative import ngram_worker
 from torch.nn.functional import pad
 
 from .drafter import TAIL, Drafted, Drafter, Text
-from .load import RowPolicy
+from .load import CPU_ROWS, FLEXIBLE, GPU_ROWS, RowPolicy
 from .options import Options
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,9 @@ class GraphWorker(ngram_worker.NGRAMWorker):
         """Made for the first draft: by then SGLang has chosen its attention, and captured what it captures."""
         runner = self.model_runner
         backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-        policy = RowPolicy.of(
-            self.most_rows,
-            self.options.batch_rows,
-            backend=backends.pop() if len(backends) == 1 else None,
-            device=str(self.device).partition(":")[0],
-            captured=runner.decode_cuda_graph_runner is not None,
-        )
+        flexible = len(backends) == 1 and backends.pop() in FLEXIBLE
+        batch_rows = self.options.batch_rows or (CPU_ROWS if str(self.device).startswith("cpu") else GPU_ROWS)
+        policy = RowPolicy(self.most_rows, batch_rows, flexible, flexible and runner.decode_cuda_graph_runner is None)
         logger.info("GSD: %s, %s", self.options, policy)
         self.ngram_corpus.drafter = drafter = Drafter(self.options, self.most_rows, self.branch, policy)
         return drafter

@@ -31,7 +31,7 @@ def distill_command(
             MODELS,
             "Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
             metavar="DIR",
-            callback=values.folder("--draft"),
+            callback=values.folder,
         ),
     ],
     lr: Annotated[
@@ -172,8 +172,6 @@ def _print(work: Callable[[Any], dict[str, Any]], given: tuple[Training, float, 
         err.print(
             "gsd-kernels: nothing was learned: on held-out text the guesses are no better than before; they are in "
             f"{options.out} all the same; train for longer, or on more text",
-            markup=False,
-            soft_wrap=True,
         )
         raise typer.Exit(FAILURE)
 
@@ -187,7 +185,7 @@ def _print_table(report: dict[str, Any], options: Any, rows: dict[str, str]) -> 
         summary += f" of {whole:.0f}"
     if measured is not None:
         summary += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
-    out.print(f"{summary} → {options.out}", markup=False, soft_wrap=True)
+    out.print(f"{summary} → {options.out}")
 
 
 def _number(value: float | list[float] | None) -> str:

@@ -20,7 +20,7 @@ class Run:
 
     target: Annotated[
         str,
-        option(MODELS, "It is not changed.", "--target", "--model", metavar="DIR", callback=values.folder("--target")),
+        option(MODELS, "It is not changed.", "--target", "--model", metavar="DIR", callback=values.folder),
     ]
     out: Annotated[
         Path,
@@ -112,7 +112,6 @@ class Training(Run):
         choice(
             MODELS,
             "Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
-            "--dtype",
             DTYPES,
         ),
     ] = "auto"

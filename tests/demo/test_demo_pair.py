@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_cli.demo.drafters import embedded
-from gsd_kernels_cli.demo.inflate import ModelShape, inflate
+from gsd_kernels_cli.demo.inflate import inflate, llama
 from gsd_kernels_cli.drawing import ACCEPTED, StepPicture, draw_step
 from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.packed import dense
@@ -56,7 +55,7 @@ def test_a_folder_is_made_once_and_without_the_package_pips_line_is_named(tmp_pa
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dense, "load_model", lambda file: read.append(file) or tiny(dtype=torch.float32))
     monkeypatch.setattr(dense, "load_tokenizer", lambda file: demo.load()[2])
-    assert smollm2.folder(progress=False) == smollm2.folder(progress=False) and len(read) == 1
+    assert smollm2.folder() == smollm2.folder() and len(read) == 1
     (package / "Model-Q4.gguf").unlink()
     with pytest.raises(smollm2.MissingModelError, match=f"which is not installed: .*{re.escape(cure('gguf'))}"):
         smollm2.load()
@@ -75,7 +74,7 @@ def test_an_inflated_model_keeps_its_function():
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             torch.nn.init.normal_(parameter, std=0.2 if "proj" in name else 0.05)
-    inflated = inflate(source, ModelShape(96, 96, 3, 16, 8, 24, 128))
+    inflated = inflate(source, llama(96, 96, 3, 16, 8, 24, 128))
     tokens = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(1))
     want, got = source(tokens).logits, inflated(tokens).logits
     assert want.std() > 0.1 and got.shape[-1] == 128
@@ -83,8 +82,8 @@ def test_an_inflated_model_keeps_its_function():
     for dtype in (torch.float32, torch.float16):  # added tokens are never picked, in half precision either
         logits = got if dtype == torch.float32 else inflated.to(dtype)(tokens).logits
         assert not logits.isnan().any() and logits[..., 97:].max() < logits[..., :97].min() - 50
-    with pytest.raises(ValueError, match=r"shape\.num_layers: expected"):
-        inflate(source, replace(ModelShape.of(source.config), num_layers=1))
+    with pytest.raises(ValueError, match=r"shape\.num_hidden_layers: expected"):
+        inflate(source, llama(48, 80, 1, 4, 1, 8, 97))
 
 
 # ---- A step's picture: the right nodes and edges, and files that open

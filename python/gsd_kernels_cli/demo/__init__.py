@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-
-__all__ = ["load", "path", "prompts", "questions"]
 
 
 def path() -> Path:
@@ -34,14 +31,13 @@ def load(
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    dtype = torch.float32 if dtype is None else dtype
     target, draft = (
-        LlamaForCausalLM.from_pretrained(path() / name, dtype=dtype).to(device).eval() for name in ("target", "draft")
+        LlamaForCausalLM.from_pretrained(path() / name, dtype=dtype or torch.float32).to(device).eval()
+        for name in ("target", "draft")
     )
     return target, draft, AutoTokenizer.from_pretrained(path() / "target")
 
 
-@cache
 def _prompt_file() -> dict[str, Any]:
     return json.loads((path() / "prompts.json").read_text(encoding="utf-8"))
 
@@ -52,9 +48,9 @@ def prompts(kind: str | None = None) -> list[dict[str, Any]]:
     Each has ``name``, ``kind`` ("code", or "copy" for text that repeats), ``file``, ``lines`` (first and last) and
     ``text``. ``kind`` restricts the list.
     """
-    return [dict(prompt) for prompt in _prompt_file()["prompts"] if kind in (None, prompt["kind"])]
+    return [prompt for prompt in _prompt_file()["prompts"] if kind in (None, prompt["kind"])]
 
 
 def questions(kind: str) -> list[str]:
     """Return what the demo asks a chat model: in its "chat", whose turns follow each other, or in its "race"."""
-    return list(_prompt_file()[kind])
+    return _prompt_file()[kind]

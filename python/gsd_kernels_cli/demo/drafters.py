@@ -10,8 +10,6 @@ from gsd_kernels_hf.sources.dflash import DFlash
 from gsd_kernels_hf.sources.feature_drafter import Eagle3
 from gsd_kernels_hf.sources.load import load_drafter
 
-__all__ = ["FOLDER", "KINDS", "embedded", "heads_folder"]
-
 KINDS = ("eagle3", "dflash")
 FOLDER = Path(__file__).resolve().parents[3] / "bench/drafters/demo"
 """Of a clone: the kinds of drafters, and heads, each in a folder; not in the wheel."""

@@ -22,22 +22,15 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-__all__ = ["SHAPES", "ModelShape", "inflate", "inflated_config"]
-
 # Final-norm activation at the constant dimension × RMS of the residual stream, and the head weight that reads it.
 _CONSTANT_GAIN, _NEVER = 8.0, -(2.0**14)
 _RANDOM_STD = 0.02
-
-_IN_CONFIG = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
-"""Names of sizes that a configuration calls otherwise."""
 
 _AXES = {
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), ("width",)),
@@ -49,95 +42,81 @@ _AXES = {
 """What the rows, and the columns, of a module's weight are."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that decide what a Llama costs."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""The sizes that decide what a Llama costs, as its configuration calls them."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool = False
 
-    @classmethod
-    def of(cls, config: LlamaConfig) -> ModelShape:
-        """Return the shape that a configuration describes."""
-        return cls(**{field.name: getattr(config, _IN_CONFIG.get(field.name, field.name)) for field in fields(cls)})
-
-    @property
-    def in_config(self) -> dict[str, Any]:
-        """The sizes as a configuration calls them."""
-        return {_IN_CONFIG.get(name, name): size for name, size in vars(self).items()}
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key/value head."""
-        return self.num_heads // self.num_key_value_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of a Llama of this shape without biases."""
-        with torch.device("meta"):
-            return LlamaForCausalLM(LlamaConfig(**self.in_config)).num_parameters()
+def llama(*sizes: int, tied: bool = False) -> LlamaConfig:
+    """A Llama's configuration by its :data:`SIZES`; ``tied``: the output head is the embedding."""
+    return LlamaConfig(**dict(zip(SIZES, sizes, strict=True)), tie_word_embeddings=tied)
 
 
 #: Published shapes, and ``250m``: large enough to cost something on a CPU, with the demo pair's vocabulary, so that its
 #: draft fits without being inflated too.
-SHAPES: dict[str, ModelShape] = {
-    "250m": ModelShape(1024, 2816, 22, 16, 4, 64, 2048, tie_word_embeddings=True),
-    "tinyllama-1.1b": ModelShape(2048, 5632, 22, 32, 4, 64, 32000),
-    "llama-2-7b": ModelShape(4096, 11008, 32, 32, 32, 128, 32000),
-    "llama-3-8b": ModelShape(4096, 14336, 32, 32, 8, 128, 128256),
-    "llama-2-70b": ModelShape(8192, 28672, 80, 64, 8, 128, 32000),
+SHAPES: dict[str, LlamaConfig] = {
+    "250m": llama(1024, 2816, 22, 16, 4, 64, 2048, tied=True),
+    "tinyllama-1.1b": llama(2048, 5632, 22, 32, 4, 64, 32000),
+    "llama-2-7b": llama(4096, 11008, 32, 32, 32, 128, 32000),
+    "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128, 128256),
+    "llama-2-70b": llama(8192, 28672, 80, 64, 8, 128, 32000),
 }
 
 
-def _copies(source: ModelShape, shape: ModelShape) -> int:
+def _group(shape: LlamaConfig) -> int:
+    """Query heads of a key/value head."""
+    return shape.num_attention_heads // shape.num_key_value_heads
+
+
+def _copies(source: LlamaConfig, shape: LlamaConfig) -> int:
     """Return how many key/value heads of the new shape one of the source's becomes."""
-    return math.ceil(source.group / shape.group)
+    return math.ceil(_group(source) / _group(shape))
 
 
-def _constant(source: ModelShape, shape: ModelShape, eps: float) -> float:
+def _constant(source: LlamaConfig, shape: LlamaConfig) -> float:
     """Return c, zero where the vocabulary stays: a power of two (exact in any dtype) with c² at most half of eps·d."""
     if shape.vocab_size == source.vocab_size:
         return 0.0
-    return 2.0 ** math.floor(0.5 * math.log2(0.5 * eps * source.hidden_size))
+    return 2.0 ** math.floor(0.5 * math.log2(0.5 * source.rms_norm_eps * source.hidden_size))
 
 
-def inflated_config(config: LlamaConfig, shape: ModelShape) -> LlamaConfig:
-    """Return the configuration of a ``config`` model inflated to ``shape``.
+def inflated_config(source: LlamaConfig, shape: LlamaConfig) -> LlamaConfig:
+    """Return the configuration of a ``source`` model inflated to the sizes of ``shape``.
 
     The head is tied only where the source's is, ``shape`` asks for it, and the vocabulary stays.
 
     Raises:
         ValueError: a size that cannot be had; the message names it.
     """
-    source = ModelShape.of(config)
-    least = vars(source) | {
+    least = {name: getattr(source, name) for name in SIZES} | {
         "num_key_value_heads": source.num_key_value_heads * _copies(source, shape),
         "hidden_size": source.hidden_size + (shape.vocab_size > source.vocab_size),  # a dimension holds the constant
         "head_dim": math.lcm(source.head_dim, shape.head_dim),
     }
     for name, size in least.items():
-        if name != "tie_word_embeddings" and getattr(shape, name) < size:
+        if getattr(shape, name) < size:
             raise ValueError(f"shape.{name}: expected {size} or more, got {getattr(shape, name)}")
-    result = copy.deepcopy(config)
-    result.update(shape.in_config)
-    result.tie_word_embeddings &= source.tie_word_embeddings and shape.vocab_size == source.vocab_size
-    constant = _constant(source, shape, config.rms_norm_eps)
-    result.rms_norm_eps = (config.rms_norm_eps * source.hidden_size - constant**2) / shape.hidden_size
+    result = copy.deepcopy(source)
+    result.update({name: getattr(shape, name) for name in SIZES})
+    result.tie_word_embeddings &= shape.tie_word_embeddings and shape.vocab_size == source.vocab_size
+    result.rms_norm_eps = (source.rms_norm_eps * source.hidden_size - _constant(source, shape) ** 2) / shape.hidden_size
     return result
 
 
-def _places(source: ModelShape, shape: ModelShape) -> dict[str, Tensor]:
+def _places(source: LlamaConfig, shape: LlamaConfig) -> dict[str, Tensor]:
     """Where the source's entries go in the new shape, axis by axis; ``heads``: its query heads."""
-    head, plain = torch.arange(source.num_heads), torch.arange(source.head_dim)
-    member, copies = head % source.group, _copies(source, shape)
+    head, plain = torch.arange(source.num_attention_heads), torch.arange(source.head_dim)
+    group, new_group, copies = _group(source), _group(shape), _copies(source, shape)
+    member = head % group
     key_heads = torch.arange(source.num_key_value_heads * copies)
-    heads = (head // source.group * copies + member // shape.group) * shape.group + member % shape.group
+    heads = (head // group * copies + member // new_group) * new_group + member % new_group
     pairs = plain[: source.head_dim // 2] * (shape.head_dim // source.head_dim)
     rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
 
@@ -159,13 +138,13 @@ def _places(source: ModelShape, shape: ModelShape) -> dict[str, Tensor]:
 @torch.no_grad()
 def inflate(
     model: PreTrainedModel,
-    shape: ModelShape,
+    shape: LlamaConfig,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """Return a Llama of exactly ``shape`` that computes what ``model`` computes, up to rounding.
+    """Return a Llama of exactly the sizes of ``shape`` that computes what ``model`` computes, up to rounding.
 
     Args:
         model: the source, a Llama without biases whose rotary embedding is not scaled; it is left as it is.
@@ -181,8 +160,7 @@ def inflate(
     Raises:
         ValueError: a size of ``shape`` that cannot be had; the message names it.
     """
-    config = inflated_config(model.config, shape)
-    source, shape = ModelShape.of(model.config), ModelShape.of(config)
+    source, config = model.config, inflated_config(model.config, shape)
     config.dtype, device = dtype or model.dtype, device or model.device
     with torch.device("meta"):
         result = LlamaForCausalLM(config)
@@ -206,13 +184,13 @@ def inflate(
         if part == "embed_tokens":
             data[:, source.hidden_size :] = 0
         elif part == "q_proj":  # so are the dimensions that the source's heads have not
-            data.unflatten(0, (shape.num_heads, shape.head_dim))[places["heads"].to(device)] = 0
+            data.unflatten(0, (shape.num_attention_heads, shape.head_dim))[places["heads"].to(device)] = 0
         elif part in ("k_proj", "v_proj"):
             values = values.unflatten(0, (-1, source.head_dim)).repeat_interleave(copies, 0).flatten(0, 1)
         where = torch.meshgrid(*(places[axis].to(device) for axis in _AXES[part]), indexing="ij")
         data[where] = values.to(data)
     result.tie_weights()
-    if constant := _constant(source, shape, model.config.rms_norm_eps):
+    if constant := _constant(source, shape):
         at, core, head = source.hidden_size, result.model, result.lm_head.weight
         for layer in core.layers:
             layer.input_layernorm.weight[at] = layer.post_attention_layernorm.weight[at] = 0

