@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
 
 from gsd_kernels.attention_config import TABLE
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo import smollm2
 
-from ..lib.shapes import shape_named
+from ..lib.shapes import num_parameters
 from .work import Work
 
 #: Against CUDA-graphed plain decoding (``plain``); what compiles longer has a stage of its own.
@@ -79,9 +78,7 @@ def memory_lack(work: Work) -> str | None:
     """Why this GPU cannot hold a stage's pair; ``None`` if it can."""
     if work.stage.name not in PAIRS or work.device.type != "cuda":
         return None
-    with torch.device("meta"):
-        pair = [LlamaForCausalLM(shape_named(name)) for name in PAIRS[work.stage.name][:2]]
-    weights = work.dtype.itemsize * sum(model.num_parameters() for model in pair)
+    weights = work.dtype.itemsize * sum(map(num_parameters, PAIRS[work.stage.name][:2]))
     total = torch.cuda.get_device_properties(work.device).total_memory
     if HEADROOM_FACTOR * weights <= total:
         return None

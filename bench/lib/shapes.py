@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gsd_kernels_cli.demo.inflate import SHAPES as INFLATED
 from gsd_kernels_cli.demo.inflate import llama
@@ -29,6 +30,12 @@ def shape_named(name: str) -> LlamaConfig:
     if name not in SHAPES:
         raise ValueError(f"shape {name!r} is unknown; named shapes: {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+def num_parameters(name: str) -> int:
+    """Number of parameters of a Llama of a named shape."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(shape_named(name)).num_parameters()
 
 
 def default_shapes(device_type: str, quick: bool) -> tuple[str, ...]:
