@@ -18,9 +18,6 @@ log = logging.getLogger(__name__)
 SPACES = 32
 """White space that a delimiter may begin or end with; without a bound a search looks at all of it from each."""
 
-LAST_TOKENS = 8
-"""Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
-
 _CALLS = "tool_calls"
 
 _WHOLE = ("json", "python-call-list")
@@ -125,26 +122,6 @@ class Answers:
         begins = template.start_anchor_re.search(before) is not None
         answer = Answer(template, before if begins else "", tools, self.special)
         return Answer(template, "", tools, self.special) if answer.is_text else answer
-
-
-def last_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """The last tokens of a prompt, none where it ends within a character."""
-    last = ids[-LAST_TOKENS:]
-    return [] if tokenizer.decode(last, skip_special_tokens=True).endswith("\ufffd") else last
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int], *, bare: bool = True) -> str:
-    """The text of tokens behind others: by themselves those of SentencePiece lose their first space.
-
-    Args:
-        tokenizer: of theirs.
-        ids: the tokens.
-        before: the last ones before them, or none.
-        bare: whether special tokens are left out.
-    """
-    begin = tokenizer.decode(before, skip_special_tokens=bare)
-    whole = tokenizer.decode([*before, *ids], skip_special_tokens=bare)
-    return whole[len(begin) :] if whole.startswith(begin) else tokenizer.decode(ids, skip_special_tokens=bare)
 
 
 def bounded(written: Any) -> Any:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
-from .answers import Answer, text_of
+from .answers import Answer
 from .checks import Json, Refused, one_line
 from .generation import refused_config
 from .logprobs import Entry, Place, Recorder, of_prompt
@@ -291,8 +292,10 @@ class Writer:
     def close(self) -> None:
         """Send what is left: bytes that end within a character, the answer's rest, tokens without a text."""
         self.begin()
-        bare = self.answer is None or self.forced is not None
-        whole = text_of(self.tokenizer, self.call.ids, self.call.prompt.last, bare=bare)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=self.answer is None or self.forced is not None)
+        ids, before = self.call.ids, self.call.prompt.last  # by themselves SentencePiece's lose their first space
+        begin, whole = decode(before), decode([*before, *ids])
+        whole = whole[len(begin) :] if whole.startswith(begin) else decode(ids)
         if self.forced is not None:
             self._tell(forced_calls(whole, self.forced) or [whole])
         else:
@@ -379,7 +382,11 @@ class Queue(GenerateManager):
             writer.ask()
             ids = torch.tensor([call.prompt.ids], device=properties.device_of(model), dtype=torch.int64)  # [1, P]
             prompt = ids.shape[1]
-            options: Json = {"generation_config": config, **self._speculation(request, ids)}
+            options: Json = {"generation_config": config}
+            if request.reference:
+                options["reference_ids"] = ids.new_tensor(request.reference)
+                if self.handle.options.get("graph_config") == PLAIN:  # a text with a reference drafts all the same
+                    options["graph_config"] = AUTO
             if processors := request.processors(prompt):
                 options["logits_processor"] = LogitsProcessorList(processors)
             if request.body.get("echo") and request.top is not None:
@@ -405,13 +412,6 @@ class Queue(GenerateManager):
                 raise ValueError(f"the answer was held to a schema, and is no JSON: {error}") from error
         self._count(call, queued=begun - call.since)
         writer.close()
-
-    def _speculation(self, request: Request, ids: torch.Tensor) -> Json:
-        if not request.reference:
-            return {}
-        reference = {"reference_ids": ids.new_tensor(request.reference)}
-        # Where the model decodes plainly, a text with a reference drafts all the same.
-        return reference if self.handle.options.get("graph_config") != PLAIN else {**reference, "graph_config": AUTO}
 
     def _finish(self, call: Call) -> str:
         ids, config, most = call.ids, call.prompt.config, call.prompt.config.max_new_tokens

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
-
-import typer
 
 from gsd_kernels_cli import options
 from gsd_kernels_cli.groups import with_groups
-from gsd_kernels_cli.options import read_graph_config
+from gsd_kernels_cli.options import option, read_graph_config
 from gsd_kernels_cli.output import err, progress
 from gsd_kernels_cli.values import check_draft
 
-from .limits import Limits, bind, check_installed, host_names, is_loopback, names_of, origins_of
+from .limits import Limits, bind, check_installed, hosts_of, is_loopback, origins_of
 
 _SERVER = "Server"
-
-
-@dataclass
-class AccessOptions:
-    """Who may ask."""
-
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors",
-            metavar="ORIGIN",
-            rich_help_panel=_SERVER,
-            help="A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            rich_help_panel=_SERVER,
-            help="A name of this machine that requests may ask for, beside localhost; * is any. May be repeated.",
-        ),
-    ] = None
 
 
 @with_groups
@@ -50,17 +23,25 @@ def command(
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = "exact",
     backend: options.Backend = "auto",
-    host: Annotated[
-        str, typer.Option("--host", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0 is every network's.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, rich_help_panel=_SERVER, help="0 takes a free one.")
-    ] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
+    host: Annotated[str, option(_SERVER, "Address to listen on; 0.0.0.0 is every network's.")] = "127.0.0.1",
+    port: Annotated[int, option(_SERVER, "0 takes a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, option(_SERVER, "By which clients ask for the model; default: MODEL.")] = None,
+    cors: Annotated[
+        list[str] | None,
+        option(
+            _SERVER,
+            "A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
+            metavar="ORIGIN",
+        ),
     ] = None,
-    access: AccessOptions,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            _SERVER,
+            "A name of this machine that requests may ask for, beside localhost; * is any. May be repeated.",
+            metavar="NAME",
+        ),
+    ] = None,
     limits: Limits,
 ) -> None:
     """Serve a model to OpenAI clients; one request is decoded at a time.
@@ -70,7 +51,7 @@ def command(
     """
     model = named.name
     check_draft(model, models.assistant_model)
-    hosts, origins = host_names(access.allowed_host), origins_of(access.cors)
+    hosts, origins = hosts_of(host, allowed_host), origins_of(cors)
     with bind(host, port) as where:
         with progress("loading the models"):
             check_installed()
@@ -83,14 +64,7 @@ def command(
         from . import server
 
         name = name or model or "demo"
-        app = server.make_app(
-            name,
-            handle,
-            pair.tokenizer,
-            origins=origins,
-            hosts=names_of(host, hosts),
-            limits=limits,
-        )
+        app = server.make_app(name, handle, pair.tokenizer, origins=origins, hosts=hosts, limits=limits)
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key")
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"

@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from gsd_kernels_cli.pair import BAD_CHAT
 
 from . import fields
-from .answers import Answer, last_of
+from .answers import Answer
 from .calls import Call, Piece, Prompt, Request, Writer
 from .checks import Json, Object, Refused, one_line, one_of, reader, text, wrong
 from .generation import LENGTHS, config_of
@@ -29,6 +29,9 @@ from .messages import Content, check_shown, chosen, held_to, items_of, messages_
 from .service import NoModelError, Service, Waiting, answer_of, connected, in_loop, pieces_of
 
 log = logging.getLogger(__name__)
+
+LAST_TOKENS = 8
+"""Tokens of a prompt before which there is nothing that a text behind them would be decoded by."""
 
 DEFAULT_TOKENS = 1024
 """Tokens of a text whose request does not say how many."""
@@ -250,7 +253,9 @@ class Completions(Choices):
             if not ids:
                 raise Refused(name, "has no tokens")
             shown = (one if isinstance(one, str) else service.tokenizer.decode(ids)) if echo else ""
-            prompts.append(Prompt(ids, shown, last_of(service.tokenizer, ids)))
+            last = ids[-LAST_TOKENS:]
+            split = service.tokenizer.decode(last, skip_special_tokens=True).endswith("\ufffd")  # within a character
+            prompts.append(Prompt(ids, shown, [] if split else last))
         request = self.request(body, prompts, top=body.get("logprobs"))
         if request.prompts[0].config.max_new_tokens == 0 and not echo:
             raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)

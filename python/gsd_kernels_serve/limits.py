@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
+from gsd_kernels_cli.options import option
 
 READ_SECONDS = 30.0
 """Seconds in which a client sends the body of a request."""
 
 
-def _option(name: str, help: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel="Limits of requests", **more)
+_PANEL = "Limits of requests"
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,22 @@ class Limits:
         requests: that are under way; more are sent away.
     """
 
-    body: Annotated[int, _option("--max-body", "Of a request.", min=1, metavar="BYTES")] = 2_000_000
+    body: Annotated[int, option(_PANEL, "Of a request.", "--max-body", min=1, metavar="BYTES")] = 2_000_000
     prompt: Annotated[
         int | None,
-        _option(
-            "--max-prompt",
+        option(
+            _PANEL,
             "Of a prompt; default: twice the model's positions.",
+            "--max-prompt",
             min=1,
             metavar="TOKENS",
             show_default=False,
         ),
     ] = None
-    seconds: Annotated[float, _option("--max-seconds", "For its template, its tokens and its schema.", min=0.1)] = 10.0
-    requests: Annotated[int, _option("--max-requests", "Under way at a time.", min=1)] = 128
-
-    def tokens(self, positions: int | None) -> int:
-        """Of a prompt of a model with so many positions."""
-        return self.prompt or (131_072 if positions is None else 2 * positions)
+    seconds: Annotated[
+        float, option(_PANEL, "For its template, its tokens and its schema.", "--max-seconds", min=0.1)
+    ] = 10.0
+    requests: Annotated[int, option(_PANEL, "Under way at a time.", "--max-requests", min=1)] = 128
 
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -66,16 +63,6 @@ def bind(host: str, port: int) -> socket.socket:
         raise OSError(f"--host, --port: {host}:{port} cannot be opened: {reason}; choose another") from error
 
 
-def names_of(host: str, allowed: Sequence[str]) -> list[str] | None:
-    """Names that requests may call a server by which listens at ``host``; ``None``: any.
-
-    Those of the loopback address, and what is allowed; any where others' networks reach it and nothing is allowed.
-    """
-    if not allowed and not is_loopback(host):
-        return None
-    return [*LOOPBACK, name_of(host), *allowed]
-
-
 def name_of(host: str) -> str:
     """The name or address in ``name``, ``name:port``, ``[address]:port`` or an address of IPv6, as it is compared."""
     if host.startswith("["):
@@ -85,18 +72,20 @@ def name_of(host: str) -> str:
     return host.lower().removesuffix(".")
 
 
-def host_names(given: list[str] | None) -> list[str]:
-    """``--allowed-host``: names as requests are compared with.
+def hosts_of(host: str, given: list[str] | None) -> list[str] | None:
+    """Names that requests may call a server by which listens at ``host``; ``None``: any.
+
+    Those of the loopback address, and ``--allowed-host``; any where others' networks reach it and nothing is allowed.
 
     Raises:
         ValueError: one could never match.
     """
     names = []
-    for host in given or ():
-        names.append(name := name_of(host.strip()))
-        if not name or any(mark in host for mark in "/@") or (name != "*" and "*" in name):
-            raise ValueError(f"--allowed-host: expected a name such as box.local, an address, or *, got {host!r}")
-    return names
+    for allowed in given or ():
+        names.append(name := name_of(allowed.strip()))
+        if not name or any(mark in allowed for mark in "/@") or (name != "*" and "*" in name):
+            raise ValueError(f"--allowed-host: expected a name such as box.local, an address, or *, got {allowed!r}")
+    return [*LOOPBACK, name_of(host), *names] if names or is_loopback(host) else None
 
 
 def origins_of(given: list[str] | None) -> list[str]:

@@ -144,24 +144,22 @@ def messages_of(given: Any, name: str = "messages") -> list[Json]:
     Raises:
         Refused: of ``name``, with the place.
     """
-    return [_turn(f"{name}[{i}]", message) for i, message in enumerate(_messages(name, given))]
-
-
-def _turn(name: str, message: Json) -> Json:
-    """A message as templates take it; its texts are joined as transformers' server does."""
-    text = " ".join(part["text"] for part in message.get("content", ()))
-    turn = {"role": ROLES[message["role"]], "content": text}
-    turn |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
-    if "tool_call_id" in message and turn["role"] != "tool":
-        raise Refused(f"{name}.tool_call_id", "belongs to role tool; leave it out")
-    if calls := message.get("tool_calls"):
-        whole = [call for call in calls if isinstance(call["function"].setdefault("arguments", {}), dict)]
-        turn |= {"tool_calls": whole} if whole else {}
-        cut = [call["function"] for call in calls if call not in whole]  # by max_tokens: they are text
-        turn["content"] = "\n".join(filter(None, [text, *(f"{f['name']}: {f['arguments']}" for f in cut)]))
-    elif "content" not in message:
-        raise Refused(f"{name}.content", "missing")
-    return turn
+    turns = []
+    for i, message in enumerate(_messages(name, given)):
+        text = " ".join(part["text"] for part in message.get("content", ()))  # as transformers' server joins them
+        turn = {"role": ROLES[message["role"]], "content": text}
+        turn |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
+        if "tool_call_id" in message and turn["role"] != "tool":
+            raise Refused(f"{name}[{i}].tool_call_id", "belongs to role tool; leave it out")
+        if calls := message.get("tool_calls"):
+            whole = [call for call in calls if isinstance(call["function"].setdefault("arguments", {}), dict)]
+            turn |= {"tool_calls": whole} if whole else {}
+            cut = [call["function"] for call in calls if call not in whole]  # by max_tokens: they are text
+            turn["content"] = "\n".join(filter(None, [text, *(f"{f['name']}: {f['arguments']}" for f in cut)]))
+        elif "content" not in message:
+            raise Refused(f"{name}[{i}].content", "missing")
+        turns.append(turn)
+    return turns
 
 
 def items_of(given: Any) -> list[Any]:

@@ -74,7 +74,8 @@ class Service:
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces, self.answers = Pieces(tokenizer), Answers(tokenizer, handle.model)
         self.positions = properties.positions(handle.model)
-        self.most, self.longest = limits.tokens(self.positions), max(map(len, tokenizer.get_vocab()))
+        self.most = limits.prompt or (131_072 if self.positions is None else 2 * self.positions)
+        self.longest = max(map(len, tokenizer.get_vocab()))
 
     def tokens(self, text: str, field: str, **options: Any) -> list[int]:
         """The tokens of a text that are not certainly too many.
