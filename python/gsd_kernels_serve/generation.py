@@ -32,27 +32,26 @@ def config_of(body: Json, model: PreTrainedModel) -> tuple[GenerationConfig, Jso
         Refused: fields that contradict each other, a token that the model does not have, or an argument that
             ``generation_config`` names out of bounds, of another type, or without an effect.
     """
-    config = deepcopy(model.generation_config)
+    config, vocabulary = deepcopy(model.generation_config), properties.vocabulary(model)
     named = _arguments(body["generation_config"]) if "generation_config" in body else {}
-    for name, value in named.items():
-        setattr(config, name, value)
-    vocabulary = properties.vocabulary(model)
-    _sampling(config, body, named, vocabulary)
-    if body.get("logit_bias"):
-        if beyond := [token for token in body["logit_bias"] if int(token) >= vocabulary]:
+    asked = _sampling(body, named, vocabulary)
+    if bias := body.get("logit_bias"):
+        if beyond := [token for token in bias if int(token) >= vocabulary]:
             raise Refused("logit_bias", f"the model's {vocabulary} tokens have no {', '.join(beyond)}")
-        config.sequence_bias = {(int(token),): float(much) for token, much in body["logit_bias"].items()}
-    if body.get("stop"):
-        config.stop_strings = [body["stop"]] if isinstance(body["stop"], str) else list(body["stop"])
+        asked["sequence_bias"] = {(int(token),): float(much) for token, much in bias.items()}
+    if stop := body.get("stop"):
+        asked["stop_strings"] = [stop] if isinstance(stop, str) else list(stop)
     given = [name for name in LENGTHS if name in body]
     if len({body[name] for name in given}) > 1:
         raise Refused(given[1], f"{body[given[1]]} contradicts {given[0]}; give one of them")
     if given:
-        config.max_new_tokens = body[given[0]]
+        asked["max_new_tokens"] = body[given[0]]
     for name, value in named.items():
-        unread = name == "temperature" and body.get("temperature", value) != value
-        if unread or getattr(config, name) != value:
+        if asked.get(name, value) != value:
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
+    for name, value in {**named, **asked}.items():
+        if (name, value) != ("temperature", 0) or name in named:
+            setattr(config, name, value)
     try:  # transformers warns of what it leaves out, and goes on
         GenerationConfig(**{**named, "do_sample": bool(config.do_sample)}).validate(strict=True)
     except (ValueError, TypeError, AttributeError) as error:
@@ -62,18 +61,17 @@ def config_of(body: Json, model: PreTrainedModel) -> tuple[GenerationConfig, Jso
     return config, named
 
 
-def _sampling(config: GenerationConfig, body: Json, named: Json, vocabulary: int) -> None:
-    if body.get("temperature"):
-        config.temperature = float(body["temperature"])
-    for name in ("top_p", "min_p", "repetition_penalty"):
-        if name in body:
-            setattr(config, name, float(body[name]))
+def _sampling(body: Json, named: Json, vocabulary: int) -> Json:
+    """Fields of a config by which a request samples, or does not."""
+    floats = ("temperature", "top_p", "min_p", "repetition_penalty")
+    asked: Json = {name: float(body[name]) for name in floats if name in body}
     if "top_k" in body:
-        config.top_k = min(max(0, body["top_k"]), vocabulary)  # which may be beyond C++'s integers
+        asked["top_k"] = min(max(0, body["top_k"]), vocabulary)  # which may be beyond C++'s integers
     if "temperature" in body:
-        config.do_sample = body["temperature"] != 0
+        asked["do_sample"] = body["temperature"] != 0
     elif any(name in body for name in ("top_p", "top_k", "min_p")) and "do_sample" not in named:
-        config.do_sample = True
+        asked["do_sample"] = True
+    return asked
 
 
 def _arguments(given: str) -> Json:
