@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
-from gsd_kernels_hf.model.fused_rows import FusedRows, storage_of
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
+from gsd_kernels_hf.model.runner import FusedRows, storage_of
 
 from ..kernels.rows import random_model
 from .graphs import Launch, kernel_table

@@ -22,7 +22,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model import probe
-from gsd_kernels_hf.model.probe import FAR, Limits, Unserved, limits_of
+from gsd_kernels_hf.model.probe import FAR, AttentionKind, Unserved, limits_of
 
 CHUNK, FLOOR, SCALE, TABLE = tiny_configs.WINDOW, 8, 1.5, 32
 LLAMA4 = {"no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "attn_temperature_tuning": True}
@@ -259,7 +259,7 @@ def test_prompts_flash_and_graph_rows_do_not(family, batch, monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 2, 700, FAR])
 def test_a_masks_limits_are_found_and_another_mask_is_refused(most):
-    assert limits_of(lambda b, h, q, k: (k <= q) & (q - k < most)) == Limits(None if most == FAR else most)
+    assert limits_of(lambda b, h, q, k: (k <= q) & (q - k < most)) == AttentionKind(None if most == FAR else most)
     for sees in (lambda b, h, q, k: k < 0, lambda b, h, q, k: (k <= q + 1) & (q - k < most)):
         with pytest.raises(Unserved, match="neither causal nor causal within"):
             limits_of(sees)

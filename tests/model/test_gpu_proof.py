@@ -18,9 +18,8 @@ from ops.contracts.backends import needs_cpu
 from gsd_kernels.environment import forced
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda
 from gsd_kernels_hf.model import fused, gpu_proof, replay
-from gsd_kernels_hf.model.fused_rows import FusedRows
 from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, proof_of
-from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.model.runner import FusedRows, RowModel
 
 CPU = torch.device("cpu")
 KIND = Kind(torch.bfloat16, 64, "mma")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 from tokenizers.models import BPE, WordLevel
 
-from gsd_kernels_hf.model.spelling import Speller, readable
-from gsd_kernels_hf.model.vocabulary import SharedTokens, Translation, Vocabulary
+from gsd_kernels_hf.model.vocabulary import SharedTokens, Speller, Translation, Vocabulary, readable
 
 KINDS = {"byte-level": two.byte_level, "sentencepiece": two.sentencepiece}
 

@@ -18,7 +18,7 @@ from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..acceptance.host import NothingToPick
 from ..model import properties
-from ..model.asking import asking
+from ..model.cache import asking
 from ..model.facts import looked, looking
 from ..parallel import ranks_of
 from ..policy.automatic import Situation, automatic_policy

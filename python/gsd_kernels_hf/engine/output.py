@@ -16,7 +16,7 @@ from gsd_kernels.config import PLAIN
 
 from ..acceptance.host import OnHost, check_pick
 from ..model import properties
-from ..model.finite import not_finite_for
+from ..model.hidden import not_finite_for
 from ..policy.shapes import shape_name
 from .capture import HostReport, Launched
 from .resolved import Request

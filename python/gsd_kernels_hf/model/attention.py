@@ -8,13 +8,14 @@ forward with graph inputs runs :func:`gsd_kernels.dag_attention` over the whole 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -79,9 +80,23 @@ class AttentionKind:
     """The demands of an attention call beside softmax over all positions up to a row's own."""
 
     window: int | None = None  # positions that a row sees, its own included
-    chunk: int | None = None  # positions of a chunk, of which a row sees its own alone
+    chunk: int | None = None  # positions of a chunk, of which a row sees its own alone; counted from the text's begin
     sinks: torch.dtype | None = None  # of s_aux, a score of each head that has no value
     temperature: Temperature | None = None  # of queries that come as of place 0
+
+    def seen(self, row: Tensor, position: Tensor) -> Tensor:
+        """Return whether rows at positions ``row`` of a text see ``position``."""
+        visible = (position <= row) & (position >= 0)
+        if self.window is not None:
+            visible &= row - position < self.window
+        if self.chunk is not None:
+            visible &= row // self.chunk == position // self.chunk
+        return visible
+
+    @property
+    def most(self) -> int | None:
+        """Positions that a row sees at most; ``None``: all before it."""
+        return self.chunk if self.window is None else self.window
 
 
 def windowed(windows: Iterable[int | None]) -> tuple[AttentionKind, ...]:
@@ -140,7 +155,7 @@ class GraphInputs:
             sliding_window=kind.window,
             chunk=kind.chunk,
             sinks=options.get("s_aux"),
-            dense=inputs.dense(key.shape[2], kind.window, kind.chunk),
+            dense=inputs.dense(key.shape[2], kind),
             row_invariant=inputs.row_invariant,
             backend=inputs.backend,
         )
@@ -150,11 +165,11 @@ class GraphInputs:
         if self.kinds is not None and self.calls != len(self.kinds):
             raise RuntimeError(changed_meanwhile(self.calls, len(self.kinds)))
 
-    def dense(self, capacity: int, sliding_window: int | None, chunk: int | None = None) -> DenseMask | None:
+    def dense(self, capacity: int, kind: AttentionKind) -> DenseMask | None:
         """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""
         if self.kv_len.device.type != "cpu":
             return None
-        key = (capacity, sliding_window, chunk)
+        key = (capacity, kind.window, kind.chunk)
         if key not in self._masks:
             self._masks[key] = dense_mask(
                 self.ancestor_mask,
@@ -162,9 +177,9 @@ class GraphInputs:
                 self.kv_start,
                 self.row_depths,
                 self.node_depths,
-                sliding_window,
+                kind.window,
                 capacity,
-                chunk,
+                kind.chunk,
             )
         return self._masks[key]
 
@@ -192,17 +207,17 @@ def changed_meanwhile(calls: int, expected: int) -> str:
     )
 
 
-_local = threading.local()
+_watcher: ContextVar[Any] = ContextVar("watcher", default=None)
 
 
 @contextmanager
 def watching(watcher: Any) -> Iterator[None]:
     """Let ``watcher``, a :class:`~.probe.Probe`, see the masks and attention calls of this thread's forwards."""
-    _local.watcher = watcher
+    token = _watcher.set(watcher)
     try:
         yield
     finally:
-        _local.watcher = None
+        _watcher.reset(token)
 
 
 def _graph_attention(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -219,16 +234,14 @@ def _graph_attention(original: str) -> Callable[..., tuple[Tensor, Tensor | None
         graph: Attends | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        watcher = getattr(_local, "watcher", None)
-        if graph is None:
-            if watcher is not None:
-                return watcher.missed(module, query, value).transpose(1, 2).contiguous(), None
+        if (watcher := _watcher.get()) is not None:
+            out = watcher.called(original, graph, module, query, key, value, attention_mask, kwargs)
+        elif graph is not None:
+            out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
+        else:
             return original_attention(original, module)(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
-        if watcher is not None:
-            watcher.came(original_attention(original, module))
-        out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 
     return forward
@@ -239,23 +252,11 @@ def _watched_mask(original: str) -> Callable[..., Any]:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-        watcher = getattr(_local, "watcher", None)
-        if watcher is not None:
+        if (watcher := _watcher.get()) is not None:
             watcher.made(made, kwargs)
         return made
 
     return mask
-
-
-class _WithOriginalName:
-    """An attention module as it was: flash-attn's wrapper reads the implementation's name from ``module.config``."""
-
-    def __init__(self, module: nn.Module, original: str) -> None:
-        self._module = module
-        self.config = types.SimpleNamespace(_attn_implementation=original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -271,11 +272,11 @@ def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
         ]
         return next(space[EAGER] for space in spaces if EAGER in space)
     function = ALL_ATTENTION_FUNCTIONS[name]
-    if name.startswith("flash_attention"):
-        return functools.wraps(function)(
-            lambda _, *args, **kwargs: function(_WithOriginalName(module, name), *args, **kwargs)
-        )
-    return function
+    if not name.startswith("flash_attention"):
+        return function
+    named = copy.copy(module)  # as it was: flash-attn's wrapper reads the implementation's name there
+    named.config = types.SimpleNamespace(_attn_implementation=name)
+    return functools.wraps(function)(lambda _, *args, **kwargs: function(named, *args, **kwargs))
 
 
 def configs_of(model: nn.Module) -> list[PretrainedConfig]:
@@ -297,23 +298,14 @@ def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
     return list(configs.values())
 
 
-def switched_name(original: str) -> str:
-    """The name of :func:`_graph_attention`: without "flash", for which transformers would look up a kernel."""
-    return PREFIX + original.replace("flash_attention_", "fa_")
-
-
-def original_name(name: str) -> str:
-    """The model's own implementation, whether ``name`` is switched or not."""
-    if not name.startswith(PREFIX):
-        return name
-    own = name.removeprefix(PREFIX)
-    return own.replace("fa_", "flash_attention_") if own.startswith("fa_") else own
+_originals: dict[str, str] = {}
+"""The models' own implementations, by the names that configs have while a forward of ours runs."""
 
 
 def implementation_of(config: PretrainedConfig) -> str | None:
     """The attention implementation that ``config`` names, whether or not a forward of ours is running."""
     name = config._attn_implementation
-    return original_name(name) if isinstance(name, str) else None
+    return _originals.get(name, name) if isinstance(name, str) else None
 
 
 _lock = forkable_lock()
@@ -324,11 +316,13 @@ def _enter(config: PretrainedConfig) -> None:
     """Route the attention of ``config``'s modules through this module, once more; under the lock."""
     original = implementation_of(config)
     if original is not None and config._attn_implementation == original:
-        name = switched_name(original)
         if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(f"has an unknown attention implementation, {original!r}; use 'sdpa'")
         if original not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"has an attention implementation without a mask function, {original!r}; use 'sdpa'")
+        # Without "flash", for which transformers would look up a kernel.
+        name = PREFIX + original.replace("flash_attention_", "fa_")
+        _originals[name] = original
         if name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(name, _graph_attention(original))
             AttentionMaskInterface.register(name, _watched_mask(original))
@@ -337,11 +331,12 @@ def _enter(config: PretrainedConfig) -> None:
 
 
 def _leave(config: PretrainedConfig) -> None:
-    """Undo one :func:`_enter`. An implementation that somebody has set meanwhile stays; under the lock."""
-    _users[id(config)] -= 1
-    if not _users[id(config)]:
-        del _users[id(config)]
-        config._attn_implementation_internal = implementation_of(config)
+    """Undo one :func:`_enter`. An implementation that somebody has set meanwhile stays."""
+    with _lock:
+        _users[id(config)] -= 1
+        if not _users[id(config)]:
+            del _users[id(config)]
+            config._attn_implementation_internal = implementation_of(config)
 
 
 @contextmanager
@@ -351,14 +346,9 @@ def switched_configs(configs: Iterable[PretrainedConfig]) -> Iterator[None]:
     Raises:
         ValueError: an attention implementation is not one that transformers can choose.
     """
-    done: list[PretrainedConfig] = []
-    try:
+    with ExitStack() as entered:
         with _lock:
             for config in configs:
                 _enter(config)
-                done.append(config)
+                entered.callback(_leave, config)
         yield
-    finally:
-        with _lock:
-            for config in done:
-                _leave(config)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,11 +14,30 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
+from gsd_kernels.graph import num_words
 from gsd_kernels.ops.write_kv.api import WRITE
 
-from .asking import ask
+from .attention import AttentionKind, GraphInputs
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache, RowTree
 from .replay import hold, is_gpu
+
+_asked: ContextVar[Callable[[], None] | None] = ContextVar("asked", default=None)
+
+
+@contextmanager
+def asking(function: Callable[[], None] | None) -> Iterator[None]:
+    """Have ``function`` called by every :func:`ask` inside; it raises to end the call. ``None``: nobody is asked."""
+    token = _asked.set(function)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def ask() -> None:
+    """Ask whoever waits for this thread's text whether to go on: between pieces of a prompt, and between layers."""
+    if (function := _asked.get()) is not None:
+        function()
 
 
 class GraphLayer(CacheLayerMixin):
@@ -36,15 +56,11 @@ class GraphLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
-        batch, heads, _, _ = key_states.shape
-        shape = (batch, heads, self.parent.capacity)
+        shape = (*key_states.shape[:2], self.parent.capacity)
         block = self.parent.block_for((*shape, key_states.shape[-1]), key_states, value_states)
         self.in_block = block is not None
-        if block is not None:
-            self.keys, self.values = block[self.index]
-        else:
-            self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
-            self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
+        own = (states.new_zeros(*shape, states.shape[-1]) for states in (key_states, value_states))
+        self.keys, self.values = own if block is None else block[self.index]
         self.is_initialized = True
 
     def grow(self, capacity: int) -> None:
@@ -67,8 +83,7 @@ class GraphLayer(CacheLayerMixin):
         ask()
         begin = self.parent.prompt_length
         end = begin + key_states.shape[2]
-        if end > self.parent.capacity:
-            raise ValueError(f"cache: full, {end} positions needed and {self.parent.capacity} allocated")
+        self.parent.check_room(end)
         self.keys[:, :, begin:end] = key_states.nan_to_num()  # padding may hold anything, attention wants it finite
         self.values[:, :, begin:end] = value_states.nan_to_num()
         if self.parent.marks is not None:
@@ -244,6 +259,54 @@ class GraphCache(RowsCache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.grow(capacity)
+
+    def check_room(self, positions: int) -> None:
+        """Raise where fewer positions are allocated."""
+        if positions > self.capacity:
+            raise ValueError(f"cache: full, {positions} positions needed and {self.capacity} allocated")
+
+    def launch(
+        self,
+        config: PretrainedConfig,
+        kv_len: Tensor,
+        kv_start: Tensor,
+        count: int,
+        nodes: int,
+        kinds: Iterable[AttentionKind],
+        backend: str,
+    ) -> None:
+        """Write keys of ``count`` rows behind the prefix and attend, once for each geometry of layers and kind of call.
+
+        Kernels are compiled when they are first launched. Layers that have stored nothing yet are passed over.
+
+        Args:
+            config: of the layers.
+            kv_len, kv_start: int32 [B], the prefix; what lies behind it is written.
+            count: rows.
+            nodes: slots that a row may see behind the prefix.
+            kinds: of the attention calls; of none, keys are stored only.
+            backend: of the attention.
+        """
+        layers = {(layer.keys.shape, layer.values.shape): layer for layer in self.layers if layer.is_initialized}
+        queries = config.num_attention_heads
+        group = queries // (getattr(config, "num_key_value_heads", None) or queries)
+        for layer in layers.values():
+            batch, heads, _, size = layer.keys.shape
+            lengths, starts = kv_len.to(layer.device), kv_start.to(layer.device)
+            new = [
+                cached.new_zeros(batch, count, cached.shape[1], cached.shape[3]).transpose(1, 2)
+                for cached in (layer.keys, layer.values)
+            ]
+            positions = lengths[:, None].long() + torch.arange(count, device=layer.device)
+            spoiled = self.new_marks(count, layer.device)
+            write_kv(layer.keys, layer.values, *new, positions, spoiled=spoiled, backend=self.write_backend)
+            zeros, capped = lengths.new_zeros, {"softcap": getattr(config, "attn_logit_softcapping", None)}
+            graph = zeros(batch, count, num_words(nodes)), lengths, starts, zeros(batch, count), zeros(batch, nodes)
+            query = layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2)
+            for kind in dict.fromkeys(kinds):
+                sinks = None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks)
+                inputs = GraphInputs(*graph, backend, (kind,))
+                inputs.attend(None, query, layer.keys, layer.values, None, None, {"s_aux": sinks, **capped})
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""

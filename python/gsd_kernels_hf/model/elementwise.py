@@ -9,8 +9,8 @@ of which these functions get whole vectors alone.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ NAMES = (
 )
 FUNCTIONS = frozenset(getattr(place, name) for place in (torch, F, Tensor) for name in NAMES if hasattr(place, name))
 
-_here = threading.local()
+_wanted: ContextVar[tuple[bool, bool]] = ContextVar("own_bits", default=(False, False))
 
 
 @contextlib.contextmanager
@@ -36,22 +36,16 @@ def own_bits(wanted: bool, *, in_parts: bool = False) -> Iterator[None]:
 
     ``in_parts``: outputs may be cut into parts of any size.
     """
-    before = _now()
-    _here.now = wanted, in_parts
+    token = _wanted.set((wanted, in_parts))
     try:
         yield
     finally:
-        _here.now = before
+        _wanted.reset(token)
 
 
 def are_own_bits_wanted() -> bool:
     """Return whether this thread is in an :func:`own_bits` that wants them."""
-    return _now()[0]
-
-
-def _now() -> tuple[bool, bool]:
-    now: tuple[bool, bool] = getattr(_here, "now", (False, False))
-    return now
+    return _wanted.get()[0]
 
 
 class Rows(Tensor):
@@ -69,7 +63,7 @@ class Rows(Tensor):
 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., D] as :class:`Rows`, in :func:`own_bits`, where PyTorch would not see whole vectors anyway."""
-    wanted, in_parts = _now()
+    wanted, in_parts = _wanted.get()
     if not wanted:
         return x
     split = in_parts or x.shape[-1] % VECTORS or (x.numel() > SHARE and torch.get_num_threads() > 1)

@@ -121,8 +121,7 @@ class Space:
     """
 
     def __init__(self, owner: Any) -> None:
-        self.names: list[str] = []
-        self.values: list[Any] = []
+        self.names: dict[str, Any] = {}
         self.size = len(vars(owner))
         self.is_class = isinstance(owner, type)
         self.foreign: str | None = None
@@ -131,8 +130,7 @@ class Space:
         for name, value in vars(owner).items():
             if isinstance(value, types.ModuleType) or (name.startswith("_") and not self.is_class):
                 continue
-            self.names.append(name)
-            self.values.append(value)
+            self.names[name] = value
             function = getattr(value, "__func__", getattr(value, "fget", value))
             looked_at = self.foreign is None and (self.is_class or top_of(home) in HOME_PACKAGES)
             if looked_at and is_function(function) and top_of(home_of(function)) not in at_home:
@@ -142,7 +140,7 @@ class Space:
         """Return whether everything still stands there."""
         names = vars(owner)
         grown = self.is_class and len(names) != self.size
-        return not grown and all(map(operator.is_, map(names.get, self.names), self.values))
+        return not grown and all(map(operator.is_, map(names.get, self.names), self.names.values()))
 
 
 def is_function(value: Any) -> bool:
@@ -151,14 +149,7 @@ def is_function(value: Any) -> bool:
 
 
 _spaces: weakref.WeakKeyDictionary[Any, Space] = weakref.WeakKeyDictionary()
-
-
-def space_of(owner: Any) -> Space:
-    """The names of a module or class; the same object as long as they stand for the same."""
-    known = _spaces.get(owner)
-    if known is None or not known.is_current(owner):
-        known = _spaces[owner] = Space(owner)
-    return known
+"""The names of modules and classes; the same object as long as they stand for the same."""
 
 
 def spaces_of(classes: Iterable[type], implementations: Iterable[str]) -> tuple[Space | Any, ...]:
@@ -171,8 +162,11 @@ def spaces_of(classes: Iterable[type], implementations: Iterable[str]) -> tuple[
     bases = dict.fromkeys(base for cls in (*classes, *CACHES) for base in cls.__mro__[:-1] if base not in NO_FORWARD)
     written = (sys.modules.get(home) for home in dict.fromkeys(base.__module__ for base in bases))
     homes = (sys.modules.get(home_of(function)) for function in chosen if function is not None)
-    owners = dict.fromkeys((*LIBRARIES, *written, *homes, *bases))
-    return *(space_of(owner) for owner in owners if owner is not None), *chosen
+    owners = [owner for owner in dict.fromkeys((*LIBRARIES, *written, *homes, *bases)) if owner is not None]
+    for owner in owners:
+        if owner not in _spaces or not _spaces[owner].is_current(owner):
+            _spaces[owner] = Space(owner)
+    return *map(_spaces.get, owners), *chosen
 
 
 class Own(NamedTuple):
@@ -220,31 +214,18 @@ def own_of(module: nn.Module) -> Own:
     return found
 
 
-def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+def hooks_of(module: nn.Module) -> dict[int, Any]:
     """The module's forward hooks, see :class:`Own`."""
     if not module._forward_pre_hooks and not module._forward_hooks:
         return {}
-    hooks = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
-    return {key: hook for key, hook in hooks if not is_own(hook)}
+    hooks = {**module._forward_pre_hooks, **module._forward_hooks}  # numbers of hooks are the process's
+    return {key: hook for key, hook in hooks.items() if not is_own(hook)}
 
 
 def global_hooks() -> list[Callable[..., Any]]:
     """Forward hooks of all modules of this process, without those of this package."""
     hooks = (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
     return [hook for hook in hooks if not is_own(hook)]
-
-
-def ambient(device: torch.device) -> tuple[Any, ...]:
-    """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions and operators."""
-    kind = "cpu" if device.type == "meta" else device.type  # of weights that are offloaded, which no forward runs on
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    dispatched = (
-        torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        if (torch._C._len_torch_dispatch_stack())
-        else ()
-    )
-    return cast, *(type(mode) for mode in (*modes, *dispatched) if not isinstance(mode, DeviceContext))
 
 
 def pinned(value: Any) -> Any:
@@ -360,8 +341,13 @@ class Facts:
 
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
-        """All that this thread's PyTorch does to operations on the device of the first parameter."""
-        return ambient(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
+        """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions, operators."""
+        kind = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
+        kind = "cpu" if kind == "meta" else kind  # of weights that are offloaded, which no forward runs on
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dispatched = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        modes = (*torch.overrides._get_current_function_mode_stack(), *dispatched)
+        return cast, *(type(mode) for mode in modes if not isinstance(mode, DeviceContext))
 
     @cached_property
     def structure(self) -> tuple[Any, ...]:
@@ -458,3 +444,32 @@ def fact(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
         return facts.proved((function, rest, *options.items()), lambda: function(facts, *rest, **options))
 
     return answer
+
+
+@fact
+def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
+    """Code in a model's forward that neither transformers nor PyTorch brought, or that runs round all code.
+
+    ``shipped``: whether their own counts where it is a hook or stands in the place of a function or part of a module,
+    as accelerate's does.
+    """
+    cast, *modes = facts.ambient
+    if cast is not None:
+        return f"autocast to {cast}"
+    if modes:
+        return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
+    for hook in global_hooks():
+        return f"a hook of all modules, {described(hook)}"
+    for (name, module), own in zip(facts.modules, facts.own, strict=True):
+        if any(shipped or not is_shipped(hook) for hook in own.hooks.values()):
+            return f"{name or 'the model'} has a hook"
+        for function, value in own.functions.items():
+            instead = shipped and (hasattr(type(module), function) or function in module._modules)
+            if function in called_by(type(module)) and (instead or not is_shipped(value)):
+                return f"{name or 'the model'} has a function of its own, {function}"
+    for space in facts.spaces:
+        if isinstance(space, Space) and space.foreign is not None:
+            return space.foreign
+        if is_function(space) and not is_shipped(space):
+            return f"attention or its mask is {described(space)}"
+    return None

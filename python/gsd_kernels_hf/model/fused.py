@@ -1,14 +1,20 @@
-"""The way that a model's rows are forwarded, as one operator or through its modules, and why."""
+"""The way that a model's rows are forwarded, as one operator or through its modules, and why.
+
+A proof sees another formula (:mod:`.proof`). Rounding hides a number that is slightly off, and a layer in the middle of
+many in half precision; a few tokens do not show code that goes by how it is called. What they cannot see of a
+LLaMA-like model that is not what the operator computes, :func:`foreign` names.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -16,25 +22,33 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from transformers.activations import ACT2CLS
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.cuda_common import OTHERWISE, check_device
 from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda
+from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.state_rows import BLOCK
 
+from ..packed.adapters import stored_in
+from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of
 from . import gpu_proof, proof, replay
-from .facts import Facts, fact
-from .foreign import foreign, foreign_code
-from .fused_rows import FusedRows, weights_of
+from .attention import AttentionKind
+from .facts import Facts, fact, foreign_code
 from .modes import Unsupported
-from .probe import served
-from .recurrent.mixers import limit_of, mixers_of
+from .probe import examine, served
+from .proof import WHOLE_TOKENS
+from .recurrent.mixers import mixers_of
 from .recurrent.windowed import is_windowed
-from .runner import SEVERAL_TOKENS, WHOLE_TOKENS, RowModel
+from .runner import FusedRows, RowModel, layers_of, weights_of
 
 logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
+SILU = (nn.SiLU, ACT2CLS["silu"])
+MATRICES = (nn.Linear, nn.Embedding, PackedLinear, PackedEmbedding)
+PLAIN_MODULES = (*MATRICES, nn.ModuleList, *SILU)
 SWITCH = "GSD_KERNELS_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
 SETTINGS = ("0", "1", "cuda")
@@ -101,9 +115,65 @@ def why_not(model: PreTrainedModel | Facts, backend: str) -> str | None:
         reason = error_of(cuda.check, weights) or choice(weights).why
     if reason is not None:
         return reason
-    forward = proof.forward_of(FusedRows, backend)
-    difference = proof.why_not_proved(facts, f"operator, backend {backend}", forward)
+    difference = proof.why_not_proved(facts, FusedRows, backend)
     return None if difference is None else difference.what
+
+
+@fact
+def foreign(facts: Facts) -> str | None:
+    """Name what keeps a LLaMA-like model from being what the operator computes, or ``None``."""
+    return foreign_code(facts) or next(_unread(facts), None)
+
+
+def _unread(facts: Facts) -> Iterator[str]:
+    """Name what a model has that the operator has no argument for, one thing after the other."""
+    examine(facts)  # a forward: in the first one a library may rewrite its weights
+    model, layers, rotary = facts.model, layers_of(facts.model), facts.model.model.rotary_emb
+    dtype, device = dtype_of(model.lm_head), model.device
+    if dtype not in FLOATS:
+        yield f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
+    for name, module in facts.modules:
+        kind, stored, found = type(module), stored_in(module), dtype
+        if stored is not None:
+            if stored.problem is not None:
+                yield f"{name} {stored.problem}"
+            found, places = dtype if stored.any_dtype else stored.dtype, {tensor.device for tensor in stored.tensors}
+        elif kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
+            yield f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
+        elif isinstance(module, MATRICES):
+            found, places = dtype_of(module), {device_of_weights(module)}
+        else:
+            places = {parameter.device for parameter in module.parameters(recurse=False)}
+        if found != dtype:
+            yield f"{name} stands for {found}, the output matrix is {dtype}"
+        if places - {device}:
+            yield f"{name} lies on another device than the output matrix"
+    kinds = served(facts).kinds
+    epsilons = [module.variance_epsilon for _, module in facts.modules if hasattr(module, "variance_epsilon")]
+    scales = [layer.self_attn.scaling for layer in layers]
+    # A number of another kind, such as a tensor, could change in its place, which nobody would look at again.
+    if any(type(number) not in (float, int) for number in (*epsilons, *scales, rotary.attention_scaling)):
+        yield "a scale or epsilon that is no number"
+    for what, found in (
+        ("a tensor-parallel model", getattr(model, "_device_mesh", None) is not None),
+        ("a bias of the output matrix", model.lm_head.bias is not None),
+        ("an embedding with max_norm", getattr(model.model.embed_tokens, "max_norm", None) is not None),
+        ("rotary frequencies by length", getattr(rotary, "rope_type", "default") not in STATIC_ROPE),
+        ("another activation than SiLU", any(type(layer.mlp.act_fn) not in SILU for layer in layers)),
+        ("a forward of another class", any(map(_borrows, {type(module) for _, module in facts.modules}))),
+        ("attention of another kind", any(kind != AttentionKind(kind.window) for kind in kinds)),
+        ("another scale of attention", {*scales} != {(2 * rotary.inv_freq.numel()) ** -0.5}),
+        ("norms of several epsilons", len({*epsilons}) > 1),
+        (f"{len(layers)} layers with {len(kinds)} attention calls", len(layers) != len(kinds)),
+    ):
+        if found:
+            yield what
+
+
+def _borrows(kind: Any) -> bool:
+    """Return whether a class forwards by a function that was written in another one."""
+    written = getattr(kind.forward, "__qualname__", "").rpartition(".")[0]
+    return written not in {"", *(base.__qualname__ for base in kind.__mro__)}
 
 
 def choice(weights: DecoderWeights) -> gpu_proof.Choice:
@@ -138,8 +208,7 @@ def check_rows(facts: Facts, name: str) -> None:
         suspect = f"no layer of it has the number {min(report.unwritten)} (layer_idx)"
     else:
         return
-    forward = proof.forward_of(RowModel, "auto", passage, least=least_piece(facts))
-    difference = proof.why_not_proved(facts, "modules", forward, singly=True, passage=passage)
+    difference = proof.why_not_proved(facts, RowModel, "auto", passage, singly=True)
     if difference is not None:
         raise Unsupported(
             f"{name}: {type(facts.model).__name__} cannot be forwarded with graph rows, since {difference.what}; "
@@ -147,29 +216,16 @@ def check_rows(facts: Facts, name: str) -> None:
         ) from difference.cause
 
 
-def reads_whole(facts: Facts) -> bool:
-    """Return whether its prompts are read in one piece, since its layers begin with no state at every one."""
-    return bool(mixers_of(facts)) and proof.why_not_in_pieces(facts) is not None
-
-
-def least_piece(facts: Facts) -> int:
-    """Fewest tokens of a piece of its prompts behind the first, see :func:`~.runner.pieces`."""
-    if reads_whole(facts):
-        return WHOLE_TOKENS
-    return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers_of(facts)) else 1
-
-
 @fact
 def block_of(facts: Facts, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
     mixers = mixers_of(facts)
-    if not mixers or not any(is_windowed(module) for _, module in mixers) or reads_whole(facts):
+    if not any(is_windowed(module) for _, module in mixers) or proof.least_piece(facts) == WHOLE_TOKENS:
         return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
         return 0
-    forward = proof.forward_of(RowModel, backend, STATES, block=PROVED_BLOCK, least=least_piece(facts))
-    difference = proof.why_not_proved(facts, f"windows, backend {backend}", forward, singly=True, passage=STATES)
+    difference = proof.why_not_proved(facts, RowModel, backend, STATES, singly=True, block=PROVED_BLOCK)
     return BLOCK if difference is None else 0
 
 
@@ -191,7 +247,6 @@ def rows_of(
             fused.settings = cuda.settings(way, fused.device)
         return fused
     _log_once(type(facts.model).__name__, reason)
-    block, least = block_of(facts, backend), least_piece(facts)
-    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers, block=block, least=least)
+    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers, block=block_of(facts, backend))
     rows.why_modules = reason
     return rows

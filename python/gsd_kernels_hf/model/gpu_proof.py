@@ -36,9 +36,8 @@ from ..files import locked
 from ..store import Document
 from . import proof, replay
 from .facts import Facts
-from .fused_rows import FusedRows
 from .proof import Passage
-from .runner import RowModel
+from .runner import FusedRows, RowModel
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -187,13 +186,13 @@ def parts_apart(model: Any, passage: Passage) -> Iterator[tuple[str, list[int]]]
 
 def sequences_apart(model: Any, passage: Passage) -> Iterator[tuple[str, list[int]]]:
     """Of sequences behind padding beside others, the rows with other bits than alone: a sequence at a time."""
-    tokens, kv_len, *_ = inputs = row_inputs(ROWS, passage.prompt, model.device, len(passage.pads))
+    tokens, kv_len, slots, *tree = inputs = row_inputs(ROWS, passage.prompt, model.device, len(passage.pads))
     whole, again = (behind(model, passage, only=None).rows(*inputs, keep=ROWS) for _ in range(2))
     yield "the same call again", apart(again, whole)
-    _, _, *tree = row_inputs(ROWS, passage.prompt, model.device)
     for number, pad in enumerate(passage.pads):
         this = slice(number, number + 1)
-        alone = behind(model, passage, only=number).rows(tokens[this], kv_len[this] - pad, *tree, keep=ROWS)
+        own = tokens[this], kv_len[this] - pad, slots, *(part[this] for part in tree)
+        alone = behind(model, passage, only=number).rows(*own, keep=ROWS)
         yield f"sequence {number} alone", apart(alone, whole[this])
 
 

@@ -22,8 +22,7 @@ from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.row_linear import row_linear
 
 from .elementwise import are_own_bits_wanted, as_rows, plain
-from .facts import Facts
-from .foreign import foreign_code
+from .facts import Facts, foreign_code
 from .view import seen
 
 MOST_ROWS = 64

@@ -28,3 +28,8 @@ class Unsupported(ValueError):
 
 class Unserved(Exception):
     """Graph rows cannot be verified in a model; the message completes a sentence that begins with its class."""
+
+
+def named(value: object) -> str:
+    """What came in the place of something else, in words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -8,10 +8,11 @@ in which a model looks up where its tokens stand.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from ..packed.modules import PackedLinear, dtype_of
-from .attention import AttentionKind, Temperature, implementation_of, switched_configs, watching
+from .attention import (
+    AttentionKind,
+    Temperature,
+    implementation_of,
+    original_attention,
+    switched_configs,
+    watching,
+)
 from .cache import GraphCache
 from .facts import Facts, described, fact, is_shipped
 from .hidden import hooked
@@ -63,11 +71,10 @@ class AttentionReport:
 class AttentionCall(NamedTuple):
     """One attention call of a forward."""
 
-    module: nn.Module
     layer: int | None  # of the cache
     mask: Any
     window: int | None  # that the call says
-    sinks: Tensor | None  # a score of each query head that has no value, [Hq]
+    sinks: torch.dtype | None  # of scores of the query heads that have no value
 
 
 def unusual(own: Callable[..., Any], options: dict[str, Any]) -> str | None:
@@ -83,55 +90,41 @@ def unusual(own: Callable[..., Any], options: dict[str, Any]) -> str | None:
 
 
 class Probe:
-    """Stands in for the attention of one forward and notes what arrives; see :class:`~.attention.Attends`."""
+    """Stands in for the attention of one forward, and notes what arrives."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
-        self.unwritten: frozenset[int] = frozenset()
-        self.stacked = False
-        self.positions: int | None = None  # entries of a table that they are looked up in
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.unusual: str | None = None
-        self.own: Callable[..., Any]
-
-    def came(self, own: Callable[..., Any]) -> None:
-        """Note of a call with ``graph=`` the function that it would have gone to."""
-        self.own = own
 
     def made(self, mask: Any, arguments: dict[str, Any]) -> None:
         """Note a mask."""
         self.masks.append((mask, arguments))
 
-    def missed(self, module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
-        """Note a call that was not given ``graph=``."""
-        self.without_graph += 1
-        return itself(query, value)
-
-    def attend(
+    def called(
         self,
+        implementation: str,
+        graph: Any,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attention_mask: Any,
-        scaling: float | None,
         options: dict[str, Any],
     ) -> Tensor:
-        """Note a call, and let every row see itself alone."""
-        check_call(module, query, key, value, options)
-        self.by_place = self.by_place or differing_twin(query, key, value)
-        self.unusual = self.unusual or unusual(self.own, options)
-        layer, window, sinks = getattr(module, "layer_idx", None), options.get("sliding_window"), options.get("s_aux")
-        self.calls.append(AttentionCall(module, layer, attention_mask, window, sinks))
-        return itself(query, value)
-
-
-def itself(query: Tensor, value: Tensor) -> Tensor:
-    """The values of the rows themselves, [B, Hq, R, Dv]: attention of rows that see nothing else."""
-    rows = value[:, :, -query.shape[2] :]
-    return rows.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        """Note a call to the function of a name, with ``graph=`` or without, and let every row see itself alone."""
+        if graph is None:
+            self.without_graph += 1
+        else:
+            check_call(module, query, key, value, options)
+            self.by_place = self.by_place or differing_twin(query, key, value)
+            self.unusual = self.unusual or unusual(original_attention(implementation, module), options)
+            window, sinks = options.get("sliding_window"), getattr(options.get("s_aux"), "dtype", None)
+            self.calls.append(AttentionCall(getattr(module, "layer_idx", None), attention_mask, window, sinks))
+        rows = value[:, :, -query.shape[2] :]
+        return rows.repeat_interleave(query.shape[1] // value.shape[1], dim=1)  # [B, Hq, R, Dv]
 
 
 def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
@@ -207,16 +200,13 @@ def examine(facts: Facts) -> AttentionReport:
         with random_numbers_kept(facts):
             check_linears(facts)
             check_sides(facts)
-            probe, clean = _forward(facts, poisoned=True)
-            if not clean:
-                # Weights that hold NaN show nothing; they are found out by their logits.
-                _, clean = _forward(facts, poisoned=False)
-                if clean:
-                    raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
+            probe, report, clean = _forward(facts, poisoned=True)
+            # Weights that hold NaN show nothing; they are found out by their logits.
+            if not clean and _forward(facts, poisoned=False)[-1]:
+                raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
-            kinds = tuple(_kinds(facts, probe))
-        return AttentionReport(kinds, probe.unwritten, probe.stacked, probe.positions, probe.unusual)
+            return replace(report, kinds=tuple(_kinds(facts, probe)))
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -248,11 +238,13 @@ def random_numbers_kept(facts: Facts) -> Iterator[None]:
         yield
 
 
-def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, bool]:
-    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put."""
+def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, bool]:
+    """Forward the rows: what was noted, what of it is found, and whether NaN appeared nowhere but where it was put."""
     model, device, probe, cache = facts.model, facts.device, Probe(), ProbeCache(facts)
     if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
-        cache.tree = RowTree.apart(2, ROWS, device)
+        cache.tree = RowTree(
+            torch.full((2, ROWS), -1, device=device), torch.zeros((2, ROWS), dtype=torch.int64, device=device)
+        )
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % facts.vocabulary
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
@@ -287,12 +279,12 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, bool]:
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
     if cache.asked != cache.by_length:  # another layer scales by it, or one by what the model makes of it, as in 5.0
         raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
-    probe.positions, probe.stacked = lookups.end, cache.alike_on_a_gpu
-    probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
+    unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
+    report = AttentionReport((), unwritten, cache.alike_on_a_gpu, lookups.end, probe.unusual)
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:
         unknown[0, POISONED] = False
-    return probe, not bool(unknown.any())
+    return probe, report, not bool(unknown.any())
 
 
 def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
@@ -316,7 +308,7 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
     flash = str(implementation_of(text_config(facts.model))).startswith("flash")
     layers, temperatures = DynamicCache(config=facts.model.config).layers, temperatures_of(facts)
     cached = {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
-    known: dict[tuple[int, int | None], Limits] = {}  # layers share a mask or two, which the calls keep alive
+    known: dict[tuple[int, int | None], AttentionKind] = {}  # layers share a mask or two, which the calls keep alive
     for call in probe.calls:
         asked = id(call.mask), call.window
         if asked not in known:
@@ -334,28 +326,28 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
                 f"has a cache that keeps {kept} tokens (sliding_window) under attention that "
                 + ("sees all of them" if most is None else f"sees {most}")
             )
-        sinks = None if call.sinks is None else call.sinks.dtype
-        yield AttentionKind(*limits, sinks, temperatures.get(call.layer))
+        yield replace(limits, sinks=call.sinks, temperature=temperatures.get(call.layer))
 
 
 def check_linears(facts: Facts) -> None:
     """Raise if what a linear layer says of a row depends on the other rows, as with activations quantised together."""
-    dtype, training = dtype_of(facts.model.get_input_embeddings()), facts.model.training
+    dtype = dtype_of(facts.model.get_input_embeddings())
     for name, module in facts.modules:
         if not _is_special_linear(module):
             continue
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2, module.in_features, generator=generator, dtype=torch.float32, device="cpu")
-        x = x.to(device_of_linear(module, facts), dtype if dtype.is_floating_point else torch.float32)
+        tensors = (*module.parameters(), *module.buffers())
+        device = next((t.device for t in tensors if t.device.type != "meta"), facts.device)
+        x, said = x.to(device, dtype if dtype.is_floating_point else torch.float32), []
         try:
-            if training:
-                torch.manual_seed(0)  # dropout drops the same
-            alone = module(x)[:1].float()
-            if training:
-                torch.manual_seed(0)
-            among = module(torch.cat([x[:1], LOUD_FACTOR * x[1:]]))[:1].float()
+            for factor in (1.0, LOUD_FACTOR):
+                if facts.model.training:
+                    torch.manual_seed(0)  # dropout drops the same
+                said.append(module(torch.cat([x[:1], factor * x[1:]]))[:1].float())
         except Exception:  # it takes something else than rows; the forward shows what it does with them
             continue
+        alone, among = said
         if float((alone - among).norm()) > 2 * UNLIKE_RATIO * float(alone.norm()):
             raise Unserved(
                 f"has activations that are quantised over all rows of a forward ({name}: {type(module).__name__}), so "
@@ -374,39 +366,12 @@ def _is_special_linear(module: nn.Module) -> bool:
     return type(module) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter)
 
 
-def device_of_linear(module: nn.Module, facts: Facts) -> torch.device:
-    """Where a linear layer takes its rows."""
-    tensor = next((t for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"), None)
-    return facts.device if tensor is None else tensor.device
-
-
 FAR = 1 << 20  # no window reaches further
-
-
-class Limits(NamedTuple):
-    """The limits of the sight of rows that see no later position; without either, they see all positions before."""
-
-    window: int | None = None  # positions that a row sees, its own included
-    chunk: int | None = None  # positions of a chunk, of which a row sees its own alone; counted from the text's begin
-
-    def seen(self, row: Tensor, position: Tensor) -> Tensor:
-        """Return whether rows at positions ``row`` of a text see ``position``."""
-        visible = (position <= row) & (position >= 0)
-        if self.window is not None:
-            visible &= row - position < self.window
-        if self.chunk is not None:
-            visible &= row // self.chunk == position // self.chunk
-        return visible
-
-    @property
-    def most(self) -> int | None:
-        """Positions that a row sees at most."""
-        return self.chunk if self.window is None else self.window
 
 
 def limits_of_mask(
     mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]], padding: Sequence[int]
-) -> Limits:
+) -> AttentionKind:
     """The limits of the mask that arrived, which the model's mask function must have made.
 
     Where it is a copy, on another device for instance, that could be of several, ``call_window`` decides.
@@ -417,10 +382,10 @@ def limits_of_mask(
         made: masks and what they were made of.
         padding: of every sequence.
     """
-    origins = [arguments for own, arguments in made if mask is own and own is not None]
-    origins = origins or [arguments for own, arguments in made if _is_view(mask, own)]
-    origins = origins or [arguments for own, arguments in made if _equal(mask, own)]
-    if not origins:
+    for same in (operator.is_, _is_view, _is_copy):
+        if origins := [arguments for own, arguments in made if own is not None and same(mask, own)]:
+            break
+    else:
         raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
     if any(arguments.get("attention_mask") is None for arguments in origins):
         raise Unserved("leaves padding out of its attention mask")
@@ -433,23 +398,22 @@ def limits_of_mask(
 
 
 def _is_view(mask: Any, own: Any) -> bool:
-    if not isinstance(mask, Tensor) or not isinstance(own, Tensor):
-        return False
     try:
-        same = mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        return _is_like(mask, own) and mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper of tensors has no storage
         return False
-    return same and mask.dtype == own.dtype and mask.shape == own.shape
 
 
-def _equal(mask: Any, own: Any) -> bool:
-    """Return whether ``mask`` is a copy of ``own``."""
-    if not isinstance(mask, Tensor) or not isinstance(own, Tensor) or mask.dtype != own.dtype:
-        return False
-    return mask.shape == own.shape and bool((mask == own.to(mask.device)).all())
+def _is_copy(mask: Any, own: Any) -> bool:
+    return _is_like(mask, own) and bool((mask == own.to(mask.device)).all())
 
 
-def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,)) -> Limits:
+def _is_like(mask: Any, own: Any) -> bool:
+    both = isinstance(mask, Tensor) and isinstance(own, Tensor)
+    return both and mask.dtype == own.dtype and mask.shape == own.shape
+
+
+def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,)) -> AttentionKind:
     """Find what limits a mask function (b, h, q, k) → bool of columns, for sequences behind ``padding``.
 
     Raises:
@@ -467,7 +431,8 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
     try:
         # The first row that does not see the text's first token; a chunk's does not see its predecessor either.
         first = 1 + bisect_left(range(1, FAR), True, key=lambda row: blind(row, row))
-        limits = Limits() if first == FAR else Limits(chunk=first) if first > 1 and blind(first, 1) else Limits(first)
+        chunked = 1 < first < FAR and blind(first, 1)
+        limits = AttentionKind(chunk=first) if chunked else AttentionKind(None if first == FAR else first)
         edge = limits.most or 4096
         few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
         back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,9 +178,9 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     named = {v for config in facts.configs for k, v in vars(config).items() if k.endswith(NAMED) and isinstance(v, int)}
     last = sorted(named.intersection(inputs.input_ids[:, -1].tolist()))
     end = f" where prompts end in {last}, which is no word" if last else ""
-    difference = proof.why_not_proved(
-        facts, way + end, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs)
-    )
+    own = partial(_own, inputs=inputs)
+    ours = partial(_ours, inputs=inputs, kv_start=kv_start)
+    difference = facts.proved(way + end, lambda: proof.difference(facts, ours, own, own))
     if difference is not None:
         name = type(facts.model).__name__
         raise Unsupported(

@@ -2,12 +2,13 @@
 
 A way to forward rows serves a model after it has shown that it computes what the model's own ``forward`` does: a prompt
 in pieces, behind padding in one of two sequences, then rows of a tree. In half precision rounding hides what is off by
-a hundredth; numbers and modules that could be are looked at by name, see :mod:`.foreign`.
+a hundredth; numbers and modules that could be are looked at by name, see :func:`.foreign`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +24,13 @@ from .facts import Facts
 from .hidden import hooked
 from .probe import random_numbers_kept
 from .properties import storing
-from .recurrent.mixers import KINDS, mixers_of, states_of
+from .recurrent.mixers import KINDS, limit_of, mixers_of, states_of
 
 PIECE_TOKENS = 4  # of a piece of the prompt, at least
+WHOLE_TOKENS = 2**31
+"""Least size of pieces of prompts that are read in one: layers begin with no state at every piece, as Jamba's do."""
+SEVERAL_TOKENS = 2
+"""Where one token alone is read by other rules than a prompt, as Zamba 2's."""
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -120,24 +125,27 @@ def _piece(facts: Facts, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: 
     return logits
 
 
-def why_not_in_pieces(facts: Facts) -> Difference | None:
-    """Why a prompt must be read in one piece, or ``None``: layers begin with no state at every piece, as Jamba's do.
+def least_piece(facts: Facts) -> int:
+    """Fewest tokens of a piece of a model's prompts behind the first, see :func:`~.runner.pieces`.
 
-    It is no question of closeness, which rounding in half precision would hide: a state that a piece left is made NaN,
-    and the logits of the next piece show whether it was read. One layer of each class, one of its states at a time.
+    Whether layers begin with no state at every piece is no question of closeness, which rounding in half precision
+    would hide: a state that a piece left is made NaN, and the logits of the next piece show whether it was read. One
+    layer of each class, one of its states at a time.
     """
-    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
-        try:
-            return facts.proved("pieces", lambda: _unread_state(facts))
-        except Exception:  # what cannot be forwarded, the proof of its rows names
-            return None
+    mixers = mixers_of(facts)
+    if not mixers:
+        return 1
+    with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+        # What cannot be forwarded, the proof of its rows names.
+        if facts.proved("pieces", lambda: _begins_anew(facts)):
+            return WHOLE_TOKENS
+    return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers) else 1
 
 
-def _unread_state(facts: Facts) -> Difference | None:
+def _begins_anew(facts: Facts) -> bool:
     ids = text(facts)
     mask = torch.ones_like(ids)
-    layers = {type(module): (name, module.layer_idx) for name, module in reversed(mixers_of(facts))}
-    for name, layer in layers.values():
+    for layer in {type(module): module.layer_idx for _, module in reversed(mixers_of(facts))}.values():
         for kind in KINDS:
             for index in range(states_of(facts)[layer]):
                 cache = DynamicCache(config=facts.model.config)
@@ -147,25 +155,20 @@ def _unread_state(facts: Facts) -> Difference | None:
                     continue
                 states.fill_(torch.nan)
                 if bool(_piece(facts, cache, ids, mask, PIECE_TOKENS, ids.shape[1]).isfinite().all()):
-                    return Difference(f"{name} begins with no state ({kind}) at every piece of a prompt")
-    return None
-
-
-def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ancestor bits int32 [B, R, words] and depths int32 [B, R] of rows with these parents, in every sequence alike."""
-    count = len(parents)
-    sees, depths = torch.eye(count, dtype=torch.bool, device="cpu"), torch.zeros(count, dtype=torch.int32, device="cpu")
-    for row, parent in enumerate(parents[1:], 1):
-        sees[row] |= sees[parent]
-        depths[row] = depths[parent] + 1
-    words = pack_bits(sees)[None].expand(batch, -1, -1)
-    return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
+                    return True
+    return False
 
 
 def rows_of_tree(parents: Sequence[int], tokens: Tensor, stored: Tensor) -> tuple[Tensor, ...]:
     """Arguments of :meth:`~.runner.RowModel.rows`; its own as of :func:`logits_of_tree`."""
-    words, depths = tree_of(parents, len(tokens), stored.device)
-    return tokens, stored, torch.arange(tokens.shape[1], device=stored.device), words, depths, depths
+    (batch, count), device = tokens.shape, stored.device
+    sees, depths = torch.eye(count, dtype=torch.bool, device="cpu"), torch.zeros(count, dtype=torch.int32, device="cpu")
+    for row, parent in enumerate(parents[1:], 1):
+        sees[row] |= sees[parent]
+        depths[row] = depths[parent] + 1
+    words = pack_bits(sees).expand(batch, -1, -1).contiguous().to(device)  # [B, R, words]
+    depths = depths.expand(batch, -1).contiguous().to(device)  # [B, R]
+    return tokens, stored, torch.arange(count, device=device), words, depths, depths
 
 
 def logits_of_tree(rows: Any, parents: Sequence[int], tokens: Tensor, stored: Tensor) -> Tensor:
@@ -210,33 +213,29 @@ def kv_start(model: PreTrainedModel | Facts, pads: Sequence[int]) -> Tensor:
 
 
 def why_not_proved(
-    model: PreTrainedModel | Facts,
-    way: str,
-    forward: Forward,
+    facts: Facts,
+    make: Callable[..., Any],
+    backend: str,
+    passage: Passage = SHORT,
     *,
     singly: bool = False,
-    passage: Passage = SHORT,
-    own: Forward | None = None,
+    **options: Any,
 ) -> Difference | None:
-    """Name what ``forward`` computes otherwise than the model, or ``None``.
-
-    Remembered until the model's structure is another one, see :class:`.Facts`.
+    """Name what rows compute otherwise than the model, or ``None``: remembered while its structure is what it is.
 
     Args:
-        model: left as it is.
-        way: name of ``forward``.
-        forward: logits of :func:`text`, the way that is to be proved.
+        facts: of the model, which is left as it is.
+        make, backend, passage, options: as of :func:`forward_of`.
         singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
             own may go by how many there are.
-        passage: of text.
-        own: logits of another text, [B, n, V], by transformers' own steps.
     """
-    facts = Facts.of(model)
-    steps, prompt = (own or partial(own_logits, singly=one, passage=passage) for one in (singly, False))
-    return facts.proved(way, lambda: _difference(facts, forward, steps, prompt))
+    steps, prompt = (partial(own_logits, singly=one, passage=passage) for one in (singly, False))
+    forward, way = forward_of(make, backend, passage, **options), (make, backend, passage, singly, *options.items())
+    return facts.proved(way, lambda: difference(facts, forward, steps, prompt))
 
 
-def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
+def difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: Forward) -> Difference | None:
+    """Compare logits of a text, [B, n, V], with the model's own by transformers' steps, and as a prompt's."""
     with random_numbers_kept(facts), torch.inference_mode(False), torch.no_grad():
         try:
             own, ours = own_steps(facts).double(), forward(facts).double()
@@ -245,8 +244,8 @@ def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: 
             if not bool(finite.any()):
                 return Difference("the logits of a few tokens are not finite", passing=True)
             own, ours, tolerance = own[finite], ours[finite], TOLERANCE[precision_of(facts)]
-            difference = worst(own, ours)
-            if difference <= tolerance:
+            found = worst(own, ours)
+            if found <= tolerance:
                 return None
             rounding = worst(own, shaken(facts, own_steps)[finite])
             if mixers_of(facts):  # which have other code for prompts than for single tokens
@@ -254,9 +253,8 @@ def _difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: 
                 if codes <= max(tolerance, NOISE_FACTOR_BELOW_MAX * rounding):  # else it is another formula
                     rounding = max(rounding, codes)
             bound = min(MAX_RELATIVE_ERROR, NOISE_FACTOR_BELOW_MAX * rounding)
-            if difference > max(bound, NOISE_FACTOR_ALWAYS * rounding):
-                what = f"its logits of a few tokens differ from the modules' by {difference:.1g} of their spread"
-                return Difference(what)
+            if found > max(bound, NOISE_FACTOR_ALWAYS * rounding):
+                return Difference(f"its logits of a few tokens differ from the modules' by {found:.1g} of their spread")
         except Exception as error:
             return Difference(f"a few tokens could not be forwarded ({in_words(error)})", cause=error, passing=True)
     return None

@@ -1,8 +1,15 @@
-"""One model and its cache: the prompt, then graph rows."""
+"""One model and its cache: the prompt, then graph rows, through its modules or as one operator.
+
+A draft of a few million parameters spends most of a forward in calling modules; a target on a CPU reads its weights at
+a fraction of the memory's speed, and its rounding depends on how many rows there are; on a GPU the modules of a layer
+are 40 launches. Through :func:`gsd_kernels.ops.decoder_rows` weights are read once as they lie in the model, and a row
+has the same bits alone and among others: in any dtype plain decoding and speculation with any draft give the same text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,18 +17,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gsd_kernels.environment import forcing
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
 from gsd_kernels.ops.step import FedRows, feed_rows
 
-from ..packed.modules import dtype_of
-from .asking import ask
-from .attention import GraphInputs, switched_configs
-from .cache import GraphCache, StateLayer
+from ..packed.modules import dtype_of, matrix_of, shape_of
+from . import replay
+from .attention import AttentionKind, GraphInputs, switched_configs
+from .cache import GraphCache, StateLayer, ask
 from .elementwise import own_bits, plain
 from .facts import Facts
 from .hidden import LAST, kept, listening
-from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .probe import served, temperatures_of
+from .proof import WHOLE_TOKENS, least_piece
 from .properties import storing, text_config
 from .recurrent.mixers import ByDepth, Form, RowTree, mixers_of, states_of, with_mixers
 from .recurrent.windowed import Windowed, is_windowed
@@ -29,12 +39,6 @@ from .sides import Sides, longropes_of
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
-
-
-WHOLE_TOKENS = 2**31
-"""Least size of pieces of prompts that are read in one: layers begin with no state at every piece, as Jamba's do."""
-SEVERAL_TOKENS = 2
-"""Where one token alone is read by other rules than a prompt, as Zamba 2's."""
 
 
 def pieces(begin: int, end: int, most: int | None, least: int) -> Iterator[tuple[int, int]]:
@@ -155,13 +159,16 @@ class RowModel(CachedText):
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
         cache: to read and write; ``None``: a new one.
         block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
-        least: tokens of a prompt's piece behind its beginning, see :func:`pieces`; above 1 no prefix is used again.
         sides: of the texts' rotary embedding, where another model's are shared.
 
     Attributes:
+        least: tokens of a prompt's piece behind its beginning, see :func:`pieces`; above 1 no prefix is used again.
+        prompt_rows: of a prompt at a time, all sequences together; ``None``: as many as come.
         hidden: of the rows of the last forward, [B, R, D] by layer.
         sides: of the texts' rotary embedding, ``None`` where it has no two, see :mod:`.sides`.
     """
+
+    prompt_rows: int | None = None
 
     def __init__(
         self,
@@ -173,7 +180,6 @@ class RowModel(CachedText):
         *,
         cache: GraphCache | None = None,
         block: int = 0,
-        least: int = 1,
         sides: Sides | None = None,
     ) -> None:
         facts = Facts.of(model)
@@ -187,7 +193,7 @@ class RowModel(CachedText):
         self.kinds = report.kinds
         self.positions = report.positions  # of a table that has an end
         cache.by_length |= temperatures_of(facts).keys()
-        self.backend, self.block, self.least = backend, block, least
+        self.backend, self.block, self.least = backend, block, least_piece(facts)
         self.device = facts.device
         self.vocab_size = facts.vocabulary
         self.kv_start = kv_start.to(self.device)
@@ -256,28 +262,40 @@ class RowModel(CachedText):
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
         """Cache the prompt [B, P] from ``reused`` on; ``listener`` gets the hidden states of every chunk."""
-        length, input_ids = input_ids.shape[1], input_ids.to(self.device)
+        (batch, length), mask = input_ids.shape, None if attention_mask is None else attention_mask.to(self.device)
+        ids = self.known(input_ids.to(self.device))
         if self.positions is not None:
             self.check_length("input_ids", length - int(self.kv_start.min()))
-        if attention_mask is None:
-            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)  # [B, P]
-        else:
-            attention_mask = attention_mask.to(self.device)
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # [B, P]
+        if self.prompt_rows is not None:
+            chunk = min(chunk or self.prompt_rows, max(1, self.prompt_rows // batch))
         for begin, end in pieces(self.reused, length, chunk, self.least):
             ask()
-            self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
-            with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
-                self.stepping(
-                    input_ids=self.known(input_ids[:, begin:end]),
-                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                    position_ids=positions[:, begin:end],
-                    **self.storing,
-                    logits_to_keep=kept(1, end - begin, self.hidden_layers, self.model),
-                )
+            hidden = self.read_piece(ids[:, begin:end], mask, begin, last=end == length)
             self.cache.prompt_length = end
             if listener is not None:
                 listener(hidden, begin)
+
+    def read_piece(self, ids: Tensor, mask: Tensor | None, begin: int, *, last: bool) -> Mapping[int, Tensor]:
+        """Cache a piece of the prompt, ids [B, n] from position ``begin`` on: its hidden states.
+
+        mask: of the whole prompt [B, P]. ``last``: whether the prompt ends with it.
+        """
+        end = begin + ids.shape[1]
+        if mask is None:
+            positions = torch.arange(end, device=self.device).expand(len(ids), -1)  # [B, end]
+        else:
+            mask = mask[:, :end]
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        self.cache.padding = None if mask is None else mask[:, begin:]
+        with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
+            self.stepping(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions[:, begin:],
+                **self.storing,
+                logits_to_keep=kept(1, end - begin, self.hidden_layers, self.model),
+            )
+        return hidden
 
     def cross(self, crossed: Sequence[bool], input_ids: Tensor, attention_mask: Tensor | None) -> None:
         """Read the texts [B, n] anew, those that ``crossed`` to the long side of their rotary embedding on that one."""
@@ -378,9 +396,8 @@ class RowModel(CachedText):
 
         kv_len: int32 [B], positions that are stored.
         """
-        launch_attention(
-            self.cache, text_config(self.model), kv_len, self.kv_start, count, nodes, self.kinds, self.backend
-        )
+        config = text_config(self.model)
+        self.cache.launch(config, kv_len, self.kv_start, count, nodes, self.kinds, self.backend)
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""
@@ -390,3 +407,171 @@ class RowModel(CachedText):
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""
         return torch.where(token_ids < self.vocab_size, token_ids, 0)
+
+
+PROMPT_ROWS = 512
+"""Of a prompt at a time, all sequences together: what they need stays in a CPU's cache. A GPU's proof says it."""
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The layers that a forward runs: no more than the config says."""
+    return list(model.model.layers)[: model.config.num_hidden_layers]
+
+
+def layer_weights(layer: Any, kind: AttentionKind) -> LayerWeights:
+    """The parameters of a LLaMA-like layer; ``kind``: what its attention does."""
+    a, m = layer.self_attn, layer.mlp
+    projections = {name: getattr(a, f"{name}_proj") for name in "qkvo"}
+    projections |= {name: getattr(m, f"{name}_proj") for name in ("gate", "up", "down")}
+    parts = {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
+    norms = {name: getattr(a, name, None) for name in ("q_norm", "k_norm")}
+    parts |= {name: norm.weight for name, norm in norms.items() if norm is not None}
+    parts |= {"input_norm": layer.input_layernorm.weight, "second_norm": layer.post_attention_layernorm.weight}
+    return LayerWeights(
+        **{name: matrix_of(part) for name, part in projections.items()},
+        **{name: vector.detach() for name, vector in parts.items()},
+        window=kind.window or 0,
+    )
+
+
+def weights_of(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> DecoderWeights:
+    """The parameters as they lie in the model; ``kinds``: what each attention call was seen to do.
+
+    Some classes ignore the window of their configuration.
+    """
+    decoder: Any = model.model
+    rotary, head = decoder.rotary_emb, model.lm_head
+    inv_freq, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    return decoder_weights(decoder.embed_tokens, layers_of(model), kinds, decoder.norm, head, inv_freq, scale)
+
+
+def decoder_weights(
+    embed: Any, layers: Any, kinds: Sequence[AttentionKind], norm: Any, head: Any, inv_freq: Tensor, scale: float
+) -> DecoderWeights:
+    """The parameters of modules, with the frequencies of the rotation and what cosines and sines are multiplied with.
+
+    Args:
+        embed, layers, norm, head: embedding, LLaMA-like layers, norm behind them, output layer.
+        kinds: what the attention of each layer does.
+        inv_freq: float32 [head_dim / 2].
+        scale: see above.
+    """
+    return DecoderWeights(
+        embedding=matrix_of(embed),
+        layers=[layer_weights(*at) for at in zip(layers, kinds, strict=True)],
+        final_norm=norm.weight.detach(),
+        head=matrix_of(head),
+        inv_freq=inv_freq,
+        rope_scale=scale,
+        heads=shape_of(layers[0].self_attn.q_proj)[0] // (2 * inv_freq.numel()),
+        eps=norm.variance_epsilon,
+    )
+
+
+def storage_of(cache: GraphCache, weights: DecoderWeights, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of every layer that the weights are of, allocated in their dtype if nothing was read."""
+    layers, head_dim = cache.layers[: len(weights.layers)], 2 * weights.inv_freq.numel()
+    shape = (batch, weights.layers[0].k.shape[0] // head_dim, 0, head_dim)
+    for layer in layers:
+        if not layer.is_initialized:
+            layer.lazy_initialization(weights.final_norm.new_empty(shape, dtype=weights.dtype))
+    return [layer.keys for layer in layers], [layer.values for layer in layers]
+
+
+class FusedRows(RowModel):
+    """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator.
+
+    Args:
+        given: as of :class:`RowModel`, those that come by place.
+    """
+
+    ids_dtype = torch.int32
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.weights = weights_of(self.model, self.kinds)
+        self.states = [layer for layer in self.hidden_layers if layer != LAST]
+        # On a GPU "auto" never takes it; that rows come here is what the switch says.
+        self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
+        self.settings: dict[str, str] = {}  # what the operator does otherwise than the environment says
+        self.prompt_rows = PROMPT_ROWS
+
+    def changed(self) -> bool:
+        """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
+        super().changed()
+        before, self.weights = self.weights, weights_of(self.model, self.kinds)
+        if before.inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():  # a copy, that captured steps read
+            self.weights = replace(self.weights, inv_freq=before.inv_freq.copy_(self.weights.inv_freq))
+        return before.places != self.weights.places
+
+    def read_piece(self, ids: Tensor, mask: Tensor | None, begin: int, *, last: bool) -> Mapping[int, Tensor]:
+        """Read as :meth:`RowModel.read_piece` does. Padding is where ``kv_start`` says."""
+        (batch, count), device, end = ids.shape, self.device, begin + ids.shape[1]
+        self.cache.check_room(end)
+        at = torch.arange(begin, end, dtype=torch.int32, device=device)  # [R]
+        pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
+        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()  # [R, R]
+        seen = (causal & ~pads[:, None, :]) | torch.eye(count, dtype=torch.bool, device=device)  # [B, R, R]
+        self.cache.padding, spoiled = ~pads, self.cache.new_marks(count, device)
+        self._forward(
+            ids.to(torch.int32),
+            (at - self.kv_start[:, None]).clamp(min=0),
+            at.expand(batch, -1),
+            pack_bits(seen),
+            (at - begin).expand(batch, -1),
+            torch.full((batch,), begin, dtype=torch.int32, device=device),
+            keep=int(last and LAST in self.hidden_layers),
+            # Of what lies behind, a GPU would have memory for attention's partial sums, and blocks without work.
+            seen=end if self.operator == "cuda" else None,
+            spoiled=spoiled,
+        )
+        if spoiled is not None:
+            self.cache.mark(spoiled)
+        return self.hidden
+
+    def forward(
+        self,
+        fed: FedRows,
+        ancestor_mask: Tensor,  # int32 [B, R, words]
+        kv_len: Tensor,  # int32 [B]
+        node_depths: Tensor,  # int32 [B, N]
+        keep: int,
+        tree: RowTree | None,
+    ) -> Tensor:
+        """Forward rows as they were fed; see :meth:`RowModel.forward`."""
+        marks = self.operator == "cuda"  # it marks logits itself, by the marks that it is given
+        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device, of_texts=marks)  # [B, R]
+        rows = fed.ids, fed.positions, fed.places, ancestor_mask, node_depths.to(torch.int32), kv_len
+        logits = self._forward(*rows, keep=keep, spoiled=spoiled)  # [B, keep, V]
+        return self.cache.marked(logits, spoiled, already=marks)
+
+    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
+        """Nothing: the operator was compiled ahead, for sizes known at run time."""
+
+    def _forward(self, *rows: Tensor, keep: int, seen: int | None = None, spoiled: Tensor | None = None) -> Tensor:
+        """Logits of the last ``keep`` rows.
+
+        Args:
+            rows: int32 token_ids, positions, slots, ancestor_mask, node_depths and kv_len, as of the operator.
+            keep, spoiled: likewise.
+            seen: positions of the cache that any row reads or writes, at most.
+        """
+        keys, values = storage_of(self.cache, self.weights, len(rows[0]))  # [B, Hkv, capacity, D] a layer
+        if seen is not None:
+            keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
+        with forcing(self.settings):
+            logits, hidden, read_by = decoder_rows(
+                self.weights,
+                *rows,
+                self.kv_start,
+                keys,
+                values,
+                keep=keep,
+                states=self.states,
+                spoiled=spoiled,
+                backend=self.operator,
+            )
+        dtype = self.weights.dtype
+        self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
+        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)  # [B, R, D] each
+        return logits.to(dtype)

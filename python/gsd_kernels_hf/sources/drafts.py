@@ -25,8 +25,7 @@ from ..model import properties
 from ..model.fused import rows_of
 from ..model.recurrent.mixers import mixers_of
 from ..model.runner import RowModel
-from ..model.spelling import Speller
-from ..model.vocabulary import Translation
+from ..model.vocabulary import Speller, Translation
 from ..records import Candidates, DecodeState
 from .base import DraftSource, Level, OwnSource, Proposal, Text
 from .draft_model import DraftModel

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..model.attention import Attends, configs_of, switched_configs
-from ..model.foreign import STATIC_ROPE
+from ..model.fused import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
 from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints

@@ -23,13 +23,11 @@ from gsd_kernels.ops.step import FedRows, feed_chain
 from ..model import replay
 from ..model.attention import GraphInputs, windowed
 from ..model.cache import GraphCache, grown
-from ..model.foreign import SILU, STATIC_ROPE, foreign_code
-from ..model.fused import CLASSES, choice, error_of, missing
-from ..model.fused_rows import decoder_weights, storage_of
+from ..model.facts import foreign_code
+from ..model.fused import CLASSES, SILU, STATIC_ROPE, choice, error_of, missing
 from ..model.hidden import LAST
-from ..model.launching import launch_attention
 from ..model.linear import CpuLinear, RowLinear
-from ..model.runner import CachedText
+from ..model.runner import CachedText, decoder_weights, storage_of
 from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Verified
 from . import checkpoints
@@ -116,8 +114,8 @@ class FeatureCache(CachedText):
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Begin a forward of rows, as a row model does."""
         if not self.compiled:
-            layers, kinds = (self.cache, self.config), windowed(self.model.windows)
-            launch_attention(*layers, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
+            kinds = windowed(self.model.windows)
+            self.cache.launch(self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
 
 class FeatureSource(OwnSource):

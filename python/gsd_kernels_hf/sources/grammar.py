@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from ..model.spelling import Speller
-from ..model.vocabulary import NO_TEXT, Vocabulary
+from ..model.vocabulary import NO_TEXT, Speller, Vocabulary
 from .base import DraftSource, Level, Proposal, Text
 from .trie import Places, Trie, after_nodes, emitted_since, proposal_of, text_at_end
 

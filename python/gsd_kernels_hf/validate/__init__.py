@@ -23,7 +23,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 
 from ..model.facts import Facts, fact
 from ..model.fused import check_rows
-from ..model.modes import LEAVE_OUT, OTHERWISE, Unsupported
+from ..model.modes import LEAVE_OUT, OTHERWISE, Unsupported, named
 from ..model.probe import served
 from ..model.properties import CACHES, text_config, vocabulary
 from ..model.recurrent import mixers
@@ -194,10 +194,11 @@ def check_values(name: str, tensor: Tensor) -> None:
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
     """Raise unless every sequence is a left-padded, non-empty prompt of known tokens."""
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        if value is not None and not isinstance(value, Tensor):
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-        if value is not None:
-            check_values(name, value)
+        check_values(name, value)
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected a non-empty prompt [batch, length], got shape {list(input_ids.shape)}")
     if input_ids.dtype not in (torch.int32, torch.int64):
@@ -238,6 +239,11 @@ def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> N
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
 """What the decode loop says in any case; anything else may be an input of a prompt."""
+UNREAD = "a model input that graph-speculative generation does not read"
+WHY_UNREAD = {
+    **dict.fromkeys(CACHES, "a cache of its own is used, and continuing one is not supported; pass the whole prompt"),
+    "position_ids": "positions are counted from the first token that is not padding, and these differ",
+}
 
 
 def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -260,7 +266,7 @@ def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]
     unread = sorted(name for name, value in model_kwargs.items() if not _is_read(name, value, mask))
     for name in unread:
         if name in COUNTED or not reads_more(facts.model):
-            raise Unsupported(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
+            raise Unsupported(f"{name}: {WHY_UNREAD.get(name, UNREAD)}; {LEAVE_OUT}")
     return tuple(unread)
 
 
@@ -285,21 +291,15 @@ def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
     return isinstance(value, (dict, list, tuple)) and not value
 
 
-def _why_unread(name: str) -> str:
-    if name in CACHES:
-        return "a cache of its own is used, and continuing one is not supported; pass the whole prompt"
-    if name == "position_ids":
-        return "positions are counted from the first token that is not padding, and these differ"
-    return "a model input that graph-speculative generation does not read"
-
-
 def _is_counted(positions: Tensor, mask: Tensor | None) -> bool:
     """Return whether positions [..., P] are 0, 1, 2, … from each sequence's first token on; padding may have any."""
     if mask is None:
         counted = torch.arange(positions.shape[-1], device=positions.device)
-        return bool((positions == counted).all())
-    counted = mask.to(positions.device).long().cumsum(-1) - 1
-    if positions.shape[-1] != counted.shape[-1] or positions.dim() < 2 or positions.shape[-2] not in (1, len(counted)):
+    else:
+        counted = mask.to(positions.device).long().cumsum(-1) - 1
+    if mask is not None and (
+        positions.shape[-1:] != mask.shape[-1:] or positions.dim() < 2 or positions.shape[-2] not in (1, len(mask))
+    ):
         return False
     return bool(((positions == counted) | (counted < 0)).all())
 
@@ -348,13 +348,9 @@ def check_listeners(streamer: Any, observer: Any) -> None:
     if streamer is not None:
         usable = all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
         if isinstance(streamer, type) or not usable:
-            raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {_named(streamer)}")
+            raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {named(streamer)}")
     if observer is not None and not callable(observer):
-        raise TypeError(f"observer: expected a function of a gsd_kernels.Verified, got {_named(observer)}")
-
-
-def _named(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"observer: expected a function of a gsd_kernels.Verified, got {named(observer)}")
 
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

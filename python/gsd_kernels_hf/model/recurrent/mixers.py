@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -40,11 +40,13 @@ class RowTree:
         parents: int64 [B, T], the row that a row follows; −1: the stored text.
         depths: int64 [B, T], rows before it on its path.
         first: T − R, rows that were forwarded before, since a path was stored.
+        kept: what was made of it for all layers.
     """
 
     parents: Tensor
     depths: Tensor
     first: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -80,12 +82,6 @@ class RowTree:
         parents = torch.where(last.values > 0, last.indices, -1)
         return cls(parents if earlier is None else torch.cat([earlier.parents, parents], 1), depths, first)
 
-    @classmethod
-    def apart(cls, batch: int, count: int, device: torch.device) -> RowTree:
-        """Rows none of which follows another."""
-        parents = torch.full((batch, count), -1, dtype=torch.int64, device=device)
-        return cls(parents, torch.zeros_like(parents))
-
     def shallow(self, deepest: int) -> RowTree:
         """With rows that are deeper apart from all others: no path that can be accepted holds one."""
         deep = self.depths > deepest
@@ -105,7 +101,7 @@ class RowTree:
 
         They index the last ``width`` − 1 tokens of the text, followed by the rows.
         """
-        if width not in self._before:
+        if width not in self.kept:
             batch, count = self.parents.shape
             text = torch.arange(-1, width - 2, device=self.parents.device).expand(batch, -1)
             follows = torch.where(self.parents < 0, width - 2, self.parents + width - 1)
@@ -113,12 +109,8 @@ class RowTree:
             rows = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
             for _ in range(width - 1):
                 rows.append(follows.gather(1, rows[-1]))
-            self._before[width] = torch.stack(rows, -1)
-        return self._before[width]
-
-    @cached_property
-    def _before(self) -> dict[int, Tensor]:
-        return {}
+            self.kept[width] = torch.stack(rows, -1)
+        return self.kept[width]
 
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -137,13 +129,9 @@ class RowTree:
         """The same on another device, copied once for all layers there."""
         if self.parents.device == device:
             return self
-        if device not in self._elsewhere:
-            self._elsewhere[device] = RowTree(self.parents.to(device), self.depths.to(device), self.first)
-        return self._elsewhere[device]
-
-    @cached_property
-    def _elsewhere(self) -> dict[torch.device, RowTree]:
-        return {}
+        if device not in self.kept:
+            self.kept[device] = RowTree(self.parents.to(device), self.depths.to(device), self.first)
+        return self.kept[device]
 
 
 try:
@@ -208,16 +196,14 @@ class Mixer(nn.Module):
         cache, hidden = argument(RowsCache, args, options), argument(Tensor, args, options)
         if cache is None or hidden is None:
             return self.module(*args, **options)
-        mask = None  # rows are never padding
-        if cache.tree is None:
-            if cache.padding is None or cache.padding.shape[1] > 1:
-                return self.module(*args, **options)
-            mask = cache.padding.to(hidden.device)  # transformers takes a piece of one token for a generated one
-        args, options = masked(self.module, args, options, mask)
-        if cache.tree is None:
-            return self.module(*args, **options)
-        options.pop("graph", None)
-        return self.form.rows(cache.tree.on(hidden.device), args, options)
+        if cache.tree is not None:
+            args, options = masked(self.module, args, options, None)  # rows are never padding
+            options.pop("graph", None)
+            return self.form.rows(cache.tree.on(hidden.device), args, options)
+        if cache.padding is not None and cache.padding.shape[1] == 1:
+            # transformers takes a piece of one token for a generated one
+            args, options = masked(self.module, args, options, cache.padding.to(hidden.device))
+        return self.module(*args, **options)
 
 
 def masked(
@@ -289,14 +275,10 @@ def states_of(facts: Facts) -> dict[int, int]:
 
 def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> PreTrainedModel:
     """``model`` seen with a :class:`Mixer` for each such module; the same one wherever a module is found again."""
-    made: dict[int, Mixer] = {}
 
+    @functools.cache
     def instead(module: Any) -> Any:
-        if not keeps_state(type(module)):
-            return module
-        if id(module) not in made:
-            made[id(module)] = Mixer(module, form_of(module))
-        return made[id(module)]
+        return Mixer(module, form_of(module)) if keeps_state(type(module)) else module
 
     view: PreTrainedModel = seen(model, instead)
     return view

@@ -7,6 +7,7 @@ of it (:mod:`gsd_kernels.ops.state_rows`), so rows are rolled back by dropping t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -283,35 +284,29 @@ class Windowed:
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer, block: int, backend: str) -> None:
         self.layer = layer
-        names = called_by(type(module))
-        self.recurrence = next((kind(block, backend) for name, kind in RECURRENCES.items() if name in names), None)
         self.parts: dict[State, ShortConvolution | Recurrence]
         self.parts = {("conv_states", index): ShortConvolution() for index in range(layer.number_of_states)}
-        if self.recurrence is not None:
-            self.parts["recurrent_states", 0] = self.recurrence
-        ours: dict[str, Any] = {CONVOLUTION: self.convolve, **dict.fromkeys(RECURRENCES, self.recur)}
-        self.code = with_kernels(module, ours)
+        for name in called_by(type(module)) & RECURRENCES.keys():
+            self.parts["recurrent_states", 0] = RECURRENCES[name](block, backend)
+        ours = {CONVOLUTION: "conv_states", **dict.fromkeys(RECURRENCES, "recurrent_states")}
+        self.code = with_kernels(module, {name: partial(self.run, kind) for name, kind in ours.items()})
         self.tree: RowTree
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.ByDepth`."""
         self.tree, self.no_state = tree, NoState()
-        given = [self.no_state if isinstance(value, RowsCache) else value for value in args]
-        named = {name: self.no_state if isinstance(value, RowsCache) else value for name, value in options.items()}
+
+        def given(value: Any) -> Any:
+            return self.no_state if isinstance(value, RowsCache) else value
+
         with own_bits(True, in_parts=True):
-            out = self.code(*given, **named)
+            out = self.code(*map(given, args), **{name: given(value) for name, value in options.items()})
         return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)
 
-    def convolve(self, *args: Any, **options: Any) -> Tensor:
-        """In place of the convolution."""
-        options = {name: plain(value) for name, value in options.items()}
-        return self.parts["conv_states", self.no_state.state_idx](self.tree, *map(plain, args), **options)
-
-    def recur(self, *args: Any, **options: Any) -> Any:
-        """In place of the recurrence."""
-        assert self.recurrence is not None
-        options = {name: plain(value) for name, value in options.items()}
-        return self.recurrence(self.tree, *map(plain, args), **options)
+    def run(self, kind: str, *args: Any, **options: Any) -> Any:
+        """In place of the kernel that moves a kind of state on."""
+        part = self.parts[kind, self.no_state.state_idx if kind == "conv_states" else 0]
+        return part(self.tree, *map(plain, args), **{name: plain(value) for name, value in options.items()})
 
     def begin(self) -> None:
         """See :class:`~.mixers.ByDepth`."""
@@ -346,16 +341,11 @@ class NoState(Cache):
     def get_conv_state(self, *args: Any, **options: Any) -> None:
         """None, for one token as for many."""
 
-    def get_recurrent_state(self, *args: Any, **options: Any) -> None:
-        """None."""
-
     def has_previous_state(self, *args: Any, **options: Any) -> bool:
         """No."""
         return False
 
-    def is_recording_past(self, *args: Any, **options: Any) -> bool:
-        """No."""
-        return False
+    get_recurrent_state, is_recording_past = get_conv_state, has_previous_state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
         """The rows' own inputs; what is before them, the convolution knows."""
