@@ -279,9 +279,7 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "the default dtype": default_dtype,
     "training": lambda model, stack: (stack.callback(model.eval), model.train()),
 }
-SAME = {
-    *("training", "eager attention", "the default dtype", "fewer tokens by the config"),
-}
+SAME = {"training", "eager attention", "the default dtype", "fewer tokens by the config"}
 """Changes of what no forward reads, and another way to the same."""
 
 SHAPE = gsd.GraphConfig.preset("graph", depth=2)  # each level is a forward of the draft, often through its modules

@@ -154,7 +154,6 @@ def test_a_mask_that_transformers_infers(where, way, ends):
 
 ADAPTERS = {  # of a target and peft: a config, and what is named
     "PromptTuningConfig": ({"num_virtual_tokens": 4}, r"^model: Peft.*virtual tokens"),
-    "PrefixTuningConfig": ({"num_virtual_tokens": 4}, r"^model: Peft.*virtual tokens"),
     "LoraConfig": (
         {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, "alora_invocation_tokens": [3, 5]},
         "alora_invocation_tokens",
@@ -261,7 +260,6 @@ NAMED = {
     ),
     "max_length below the prompt": (ValueError, "max_length", {"max_length": 5, "max_new_tokens": None}),
     "an image": (ValueError, "pixel_values", {"pixel_values": torch.ones(2, 3, 8, 8)}),
-    "items in a batch": (ValueError, "^num_items_in_batch", {"num_items_in_batch": 3}),
     "none as sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": "none"}),
     "meta ids": (ValueError, "^input_ids: on the meta device", {"input_ids": IDS.to("meta")}),
     "an infinite warper": (

@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import math
+import types
 
 import model_sweep
 import models
@@ -15,12 +16,14 @@ import tiny_configs
 import torch
 import transformers
 from models import rotated
+from texts.covering import SUBJECTS
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
 from gsd_kernels_hf.model.facts import Facts
+from gsd_kernels_hf.validate import check_heads
 
 torch.set_num_threads(1)
 VOCAB = 48
@@ -52,18 +55,12 @@ def unchanged(model):
     assert torch.equal(before.nan_to_num(7.0), logits().nan_to_num(7.0))
 
 
-class Streamer(transformers.generation.streamers.BaseStreamer):
-    def put(self, value):
-        raise AssertionError("nothing is streamed")
-
-    end = put
-
-
 def refused(model, match: str) -> None:
     """Each way to a model is closed, before anything happens."""
     name = type(model).__name__
     ids = prompt()["input_ids"][:1]
-    call = {"graph_config": "tree", "draft_sources": ("history",), "streamer": Streamer()}
+    silent = types.SimpleNamespace(put=pytest.fail, end=pytest.fail)
+    call = {"graph_config": "tree", "draft_sources": ("history",), "streamer": silent}
     with unchanged(model):
         for attempt in (
             lambda: gsd.generate(model, ids, **call, **TOKENS),
@@ -74,22 +71,6 @@ def refused(model, match: str) -> None:
                 attempt()
         with pytest.raises(ValueError, match=rf"^assistant_model: {name}.*{match}"):
             gsd.generate(llama(), ids, assistant_model=model, **TOKENS)
-
-
-def exact(model, expected: torch.Tensor | None = None, **options) -> None:
-    """Greedy text with a noised draft is the model's own."""
-    tokens = {**TOKENS, **options}
-    expected = model.generate(**prompt(), **tokens) if expected is None else expected
-    out = gsd.generate(
-        model,
-        **prompt(),
-        assistant_model=models.noised(model, 0.01),
-        graph_config="tree",
-        return_dict_in_generate=True,
-        **tokens,
-    )
-    assert torch.equal(out.sequences, expected)
-    assert out.stats.tokens_per_step > 1
 
 
 def unpadded() -> torch.Tensor:
@@ -155,7 +136,23 @@ def by_place(layer, model):
     rotary.forward = lambda x, position_ids: own(rotary, x, torch.arange(x.shape[1])[None])
 
 
+def stretched():
+    model = SUBJECTS["longrope"].made(None).target
+    rotary, own = model.model.rotary_emb, type(model.model.rotary_emb)
+
+    def forward(self, x, places):
+        return tuple(places.max() * part for part in own.forward(self, x, places))
+
+    rotary.__class__ = type("Stretched", (own,), {"forward": forward})
+    return model
+
+
 REFUSED = {
+    "sides of other lengths": (stretched, "differ in more than their frequencies"),
+    "keys in one layer": (
+        lambda: changed(lambda layer, _: setattr(layer.self_attn, "layer_idx", 0)),
+        "several attention calls in layer 0",
+    ),
     "keywords that its attention does not get": (
         lambda: tiny_configs.build("NemotronForCausalLM"),
         "attention interface",
@@ -185,15 +182,13 @@ def test_what_rows_do_not_reach_is_refused_at_every_door(what):
     refused(make(), words)
 
 
-EXACT = {
-    "a scale a row": lambda: changed(of_class(QuantisedByRow)),
-    "training mode": lambda: llama().train(),
-}
-
-
-@pytest.mark.parametrize("what", EXACT)
-def test_what_is_special_and_served(what):
-    exact(EXACT[what]())
+@pytest.mark.parametrize("make", [lambda: changed(of_class(QuantisedByRow)), lambda: llama().train()])
+def test_what_is_special_and_served(make):
+    model = make()
+    draft = {"assistant_model": models.noised(model, 0.01), "graph_config": "tree", "return_dict_in_generate": True}
+    out = gsd.generate(model, **prompt(), **TOKENS, **draft)
+    assert torch.equal(out.sequences, model.generate(**prompt(), **TOKENS))
+    assert out.stats.tokens_per_step > 1
 
 
 CALLED = {
@@ -220,6 +215,11 @@ def test_settings_that_are_not_served_are_named_and_stay(what):
     with pytest.raises(ValueError, match=words):
         gsd.generate(model, unpadded(), **TOKENS)
     assert before == (model.training, model.is_gradient_checkpointing, model.config._attn_implementation)
+
+
+def test_heads_that_ranks_do_not_share():
+    with pytest.raises(ValueError, match="4 does not divide among 3"):
+        check_heads("model", llama(num_attention_heads=4).config, 3)
 
 
 # What is remembered
@@ -332,10 +332,6 @@ def spoil(model, path, index, value):
     return model
 
 
-def embedding_of(model):
-    return next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-
-
 AT = "model.layers.1"
 WEIGHTS = {
     "a key": (qwen2, f"{AT}.self_attn.k_proj.weight", (3, 5)),
@@ -377,7 +373,7 @@ def test_a_packed_weight_is_named(where, words):
 def test_an_embedding(make, dtype, value):
     """A token of prompt or text is named."""
     plain = make(dtype)
-    path = embedding_of(plain)
+    path = next(name for name, p in plain.named_parameters() if p is plain.get_input_embeddings().weight)
     out = gsd.generate(plain, IDS, **CALL, **GRAPH, return_dict_in_generate=True)
     text = out.sequences[0].tolist()
     for token in (7, 11, next(token for token in text[4:-1] if token not in text[:4])):

@@ -51,21 +51,23 @@ class GraphLayer(CacheLayerMixin):
         super().__init__()
         self.parent: GraphCache = weakref.proxy(parent)  # no cycle: storage goes with its last user, at once
         self.index = index
-        self.in_block = False  # whether keys and values are views of the parent's block
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
         shape = (*key_states.shape[:2], self.parent.capacity)
-        block = self.parent.block_for((*shape, key_states.shape[-1]), key_states, value_states)
-        self.in_block = block is not None
-        own = (states.new_zeros(*shape, states.shape[-1]) for states in (key_states, value_states))
-        self.keys, self.values = own if block is None else block[self.index]
+        if self.parent.stacked:
+            if self.parent.block is None:
+                sizes = len(self.parent.layers), 2, *shape, key_states.shape[-1]
+                self.parent.block = key_states.new_zeros(sizes)  # [layers, 2, B, Hkv, capacity, D]
+            self.keys, self.values = self.parent.block[self.index]
+        else:
+            self.keys, self.values = (s.new_zeros(*shape, s.shape[-1]) for s in (key_states, value_states))
         self.is_initialized = True
 
     def grow(self, capacity: int) -> None:
         """Move keys and values to storage of ``capacity`` positions; the parent's block has that already."""
-        if self.in_block:
+        if self.parent.block is not None:
             self.keys, self.values = self.parent.block[self.index]
         else:
             self.keys, self.values = grown(self.keys, capacity), grown(self.values, capacity)
@@ -153,12 +155,11 @@ class GraphCache(RowsCache):
         config: of the model.
         capacity: positions.
         backend: of the op that writes rows.
-        stacked: keys and values of all layers in one allocation; layers that turn out unlike the first one to be read
-            have storage of their own.
+        stacked: keys and values of all layers, which are alike, in one allocation.
         recurrent: layers that keep recurrent states, and how many.
 
     Attributes:
-        block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
+        block: [layers, 2, B, Hkv, capacity, D], what layers are views of where they are stacked.
         by_length: layers to which rows are all at the cache's begin, see :class:`.Temperature`.
         forms: of the modules that keep recurrent states, by layer and class.
         begun: whether the forms go on from the states of a prompt.
@@ -230,16 +231,6 @@ class GraphCache(RowsCache):
                     form.layer.restart()
             self.begun = True
 
-    def block_for(self, shape: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor | None:
-        """The block, if keys and values of this ``shape`` [B, Hkv, capacity, D] belong there; made when first asked."""
-        if not self.stacked or keys.shape[-1] != values.shape[-1] or keys.dtype != values.dtype:
-            return None
-        if self.block is None:
-            self.block = keys.new_zeros((len(self.layers), 2, *shape))  # [layers, 2, B, Hkv, capacity, D]
-        block = self.block
-        alike = block.shape[2:] == shape and block.dtype == keys.dtype and block.device == keys.device
-        return block if alike else None
-
     @property
     def alike_on_a_gpu(self) -> bool:
         """Return whether all layers store keys and values alike, on one GPU.
@@ -247,9 +238,10 @@ class GraphCache(RowsCache):
         There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
         storage by layer grows layer by layer.
         """
-        stored = [layer for layer in self.layers if layer.is_initialized]
-        kinds = {(layer.device, layer.dtype, layer.keys.shape, layer.values.shape) for layer in stored}
-        return len(stored) == len(self.layers) and len(kinds) == 1 and is_gpu(stored[0].device)
+        if not all(layer.is_initialized for layer in self.layers):
+            return False
+        stored = [t for layer in self.layers for t in (layer.keys, layer.values)]
+        return len({(t.shape, t.dtype, t.device) for t in stored}) == 1 and is_gpu(stored[0].device)
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` positions; what is stored stays, at other addresses."""

@@ -1,8 +1,13 @@
-"""Properties of a transformers model: the one inside its wrappers, its vocabulary, where it takes its input."""
+"""Properties of a transformers model: the one inside its wrappers, its vocabulary, where it takes its input; its views.
+
+A view is the model seen with other modules in it, which leaves it as it is.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,3 +101,21 @@ def size_in(config: PretrainedConfig, key: str) -> Any:
         return getattr(config, key, None)
     except RuntimeError:  # transformers does not say which one is meant
         return [getattr(layer, key, None) for layer in config.per_layer_config]
+
+
+def with_children(module: Any, children: dict[str, nn.Module | None]) -> Any:
+    """A shallow copy of ``module`` with other children."""
+    view = copy.copy(module)
+    view.__dict__["_modules"] = {**module._modules, **children}
+    return view
+
+
+def seen(module: Any, instead: Callable[[Any], Any]) -> Any:
+    """``module`` with what ``instead`` gives in the place of each module in it, itself the last; itself if that is all.
+
+    ``instead`` is called with a module whose parts are in place.
+    """
+    children = {name: child and seen(child, instead) for name, child in module._modules.items()}
+    if any(child is not module._modules[name] for name, child in children.items()):
+        module = with_children(module, children)
+    return instead(module)

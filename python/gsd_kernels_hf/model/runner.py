@@ -26,10 +26,9 @@ from ..packed.modules import dtype_of, matrix_of, shape_of
 from . import replay
 from .attention import AttentionKind, GraphInputs, switched_configs
 from .cache import GraphCache, StateLayer, ask
-from .elementwise import own_bits, plain
 from .facts import Facts
 from .hidden import LAST, kept, listening
-from .linear import CpuLinear, RowLinear, with_cpu_linears
+from .linear import CpuLinear, RowLinear, own_bits, plain, with_cpu_linears
 from .probe import served, temperatures_of
 from .proof import WHOLE_TOKENS, least_piece
 from .properties import storing, text_config

@@ -19,8 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .facts import Facts, fact
 from .modes import Unserved
-from .properties import text_config
-from .view import seen
+from .properties import seen, text_config
 
 LONGROPE = "longrope"
 ORIGINAL = "original_max_position_embeddings"

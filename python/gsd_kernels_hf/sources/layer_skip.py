@@ -27,7 +27,6 @@ from ..model.linear import with_cpu_linears
 from ..model.probe import examine
 from ..model.recurrent.mixers import keeps_state
 from ..model.runner import RowModel
-from ..model.view import with_children
 from ..progress import tracked
 from .base import Text
 from .expansion import Expansion
@@ -292,9 +291,9 @@ class _Blocks:
             stubs = {self.names[block]: _NoBlock(self.besides[block]) for block in gone}
             # Where layers are of several types, their numbers say which mask is theirs.
             if len(stubs) < len(PARTS) or len(kinds) > 1:
-                kept.append(with_children(layer, stubs) if stubs else layer)
-        decoder = with_children(self.decoder, {"layers": nn.ModuleList(kept).train(self.model.training)})
-        view = with_children(self.model, {self.model.base_model_prefix: decoder})
+                kept.append(properties.with_children(layer, stubs) if stubs else layer)
+        decoder = properties.with_children(self.decoder, {"layers": nn.ModuleList(kept).train(self.model.training)})
+        view = properties.with_children(self.model, {self.model.base_model_prefix: decoder})
         vars(view)["lacks"] = sorted(map(list, skipped))  # tells what forwards cost from those of the whole model
         return view
 

@@ -27,9 +27,9 @@ from transformers.cache_utils import Cache
 from gsd_kernels.graph import unpack_bits
 
 from ...records import last_rows
-from ..elementwise import as_rows, plain
 from ..facts import Facts, called_by, code_names, fact
-from ..view import seen, with_children
+from ..linear import as_rows, plain
+from ..properties import seen, with_children
 
 
 @dataclass(eq=False)

@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from gsd_kernels.ops.state_rows import StateWindow, state_commit, state_rows
 
 from ...records import last_rows
-from ..elementwise import as_rows, own_bits, plain
 from ..facts import called_by
+from ..linear import as_rows, own_bits, plain
 from .mixers import (
     UNLIMITED,
     Limit,
