@@ -148,7 +148,7 @@ def stretched():
 
 
 REFUSED = {
-    "sides of other lengths": (stretched, "differ in more than their frequencies"),
+    "sides of other lengths": (stretched, "more than their frequencies"),
     "keys in one layer": (
         lambda: changed(lambda layer, _: setattr(layer.self_attn, "layer_idx", 0)),
         "several attention calls in layer 0",
@@ -218,7 +218,7 @@ def test_settings_that_are_not_served_are_named_and_stay(what):
 
 
 def test_heads_that_ranks_do_not_share():
-    with pytest.raises(ValueError, match="4 does not divide among 3"):
+    with pytest.raises(ValueError, match="4 does not divide among"):
         check_heads("model", llama(num_attention_heads=4).config, 3)
 
 
