@@ -140,8 +140,8 @@ def stretched():
     model = SUBJECTS["longrope"].made(None).target
     rotary, own = model.model.rotary_emb, type(model.model.rotary_emb)
 
-    def forward(self, x, places):
-        return tuple(places.max() * part for part in own.forward(self, x, places))
+    def forward(self, x, position_ids):
+        return tuple(position_ids.max() * part for part in own.forward(self, x, position_ids))
 
     rotary.__class__ = type("Stretched", (own,), {"forward": forward})
     return model

@@ -165,6 +165,7 @@ class GraphCache(RowsCache):
         begun: whether the forms go on from the states of a prompt.
         marks: float32 [B], NaN for a text with a key or value that is not finite in its prompt; ``None``: nobody asks.
         positions: int64 [B, R], where graph rows are written; ``None`` while none are forwarded.
+        spoiled: float32 [B, R or more], NaN for such a row: of the last rows, one part a device.
     """
 
     block: Tensor | None = None
@@ -188,7 +189,7 @@ class GraphCache(RowsCache):
         self.write_backend = backend if backend in WRITE.implementations else "auto"
         self.prompt_length = 0
         self._rows: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # positions and marks of rows, by device
-        self._spoiled: list[Tensor] = []  # float32 [B, R]: the marks alone, of the last rows
+        self.spoiled: list[Tensor] = []
         layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}
         super().__init__(
             layers=[
@@ -317,7 +318,7 @@ class GraphCache(RowsCache):
     @contextmanager
     def writing(self, positions: Tensor, tree: RowTree | None = None) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
-        self.positions, self.tree, self._rows, self._spoiled = positions, tree, {}, []
+        self.positions, self.tree, self._rows, self.spoiled = positions, tree, {}, []
         try:
             yield
         finally:
@@ -340,7 +341,7 @@ class GraphCache(RowsCache):
             assert self.positions is not None
             marks = self.new_marks(self.positions.shape[1], device)
             self._rows[device] = self.positions.to(device, non_blocking=True), marks
-            self._spoiled += [] if marks is None else [marks]
+            self.spoiled += [] if marks is None else [marks]
         return self._rows[device]
 
     def mark(self, spoiled: Tensor) -> None:
@@ -350,24 +351,19 @@ class GraphCache(RowsCache):
             spoiled = spoiled.masked_fill(self.padding.to(spoiled.device) == 0, 0.0)
         self.marks += spoiled.sum(1).to(self.marks.device)
 
-    def marked(self, logits: Tensor, spoiled: Tensor | None = None, *, already: bool = False) -> Tensor:
+    def marked(self, logits: Tensor) -> Tensor:
         """Logits [B, R, V] of the last rows that were forwarded, NaN where transformers' are.
 
         Those of rows with a key or value that is not finite, which are stored finite, and of all rows of a text with
-        one in its prompt. ``spoiled``: marks [B, R or more] of the rows; by default what their layers found.
-        ``already``: they were marked where they were computed.
+        one in its prompt.
         """
         if self.marks is None:
             return logits
-        if spoiled is not None:
-            self._spoiled = [spoiled]
-        if already:
-            return logits
-        found = (self.marks, *self._spoiled)
+        found = (self.marks, *self.spoiled)
         if all(type(part) is Tensor and part.device.type == "cpu" and not part.numpy().any() for part in found):
             return logits  # marks are 0 or NaN
         marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
-        for part in self._spoiled:
+        for part in self.spoiled:
             marks = marks + part[:, -logits.shape[1] :].to(logits.device)
         return logits + marks[..., None].to(logits.dtype)
 
@@ -376,7 +372,7 @@ class GraphCache(RowsCache):
         if self.marks is None:
             return
         kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]  # [B, P]
-        for part in self._spoiled:
+        for part in self.spoiled:
             marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))  # [B, P]
             self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 

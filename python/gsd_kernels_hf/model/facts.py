@@ -187,7 +187,7 @@ class Own(NamedTuple):
 
 def own_of(module: nn.Module) -> Own:
     """Look at what a module holds; of lists, tuples and dicts at their parts, but no deeper."""
-    found = Own(hooks_of(module), {}, {}, [])
+    found = Own(hooks_of(module._forward_pre_hooks, module._forward_hooks), {}, {}, [])
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     for name, value in list(vars(module).items()):
         if type(value) in PLAIN_EXACTLY:
@@ -214,18 +214,16 @@ def own_of(module: nn.Module) -> Own:
     return found
 
 
-def hooks_of(module: nn.Module) -> dict[int, Any]:
-    """The module's forward hooks, see :class:`Own`."""
-    if not module._forward_pre_hooks and not module._forward_hooks:
+def hooks_of(before: Mapping[int, Any], after: Mapping[int, Any]) -> dict[int, Any]:
+    """Forward hooks by their number, which is the process's, without those that this package sets for a forward."""
+    if not before and not after:
         return {}
-    hooks = {**module._forward_pre_hooks, **module._forward_hooks}  # numbers of hooks are the process's
-    return {key: hook for key, hook in hooks.items() if not is_own(hook)}
+    return {number: hook for number, hook in {**before, **after}.items() if not is_own(hook)}
 
 
-def global_hooks() -> list[Callable[..., Any]]:
+def global_hooks() -> list[Any]:
     """Forward hooks of all modules of this process, without those of this package."""
-    hooks = (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
-    return [hook for hook in hooks if not is_own(hook)]
+    return list(hooks_of(calls._global_forward_pre_hooks, calls._global_forward_hooks).values())
 
 
 def pinned(value: Any) -> Any:

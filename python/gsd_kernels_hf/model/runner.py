@@ -542,7 +542,8 @@ class FusedRows(RowModel):
         spoiled = self.cache.new_marks(fed.ids.shape[1], self.device, of_texts=marks)  # [B, R]
         rows = fed.ids, fed.positions, fed.places, ancestor_mask, node_depths.to(torch.int32), kv_len
         logits = self._forward(*rows, keep=keep, spoiled=spoiled)  # [B, keep, V]
-        return self.cache.marked(logits, spoiled, already=marks)
+        self.cache.spoiled = [] if spoiled is None else [spoiled]
+        return logits if marks else self.cache.marked(logits)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Nothing: the operator was compiled ahead, for sizes known at run time."""
