@@ -148,7 +148,6 @@ def stretched():
 
 
 REFUSED = {
-    "sides of other lengths": (stretched, "more than their frequencies"),
     "keys in one layer": (
         lambda: changed(lambda layer, _: setattr(layer.self_attn, "layer_idx", 0)),
         "several attention calls in layer 0",
@@ -192,6 +191,7 @@ def test_what_is_special_and_served(make):
 
 
 CALLED = {
+    "sides of other lengths": (stretched, "more than their frequencies"),
     "a rope that depends on the length": (
         lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "^model: rope type 'dynamic'",

@@ -133,10 +133,8 @@ class GraphInputs:
         """Attend over the whole cache; see :class:`Attends`."""
         if self.kinds is None:
             kind = AttentionKind(options.get("sliding_window"))
-        elif self.calls < len(self.kinds):
-            kind = self.kinds[self.calls]
         else:
-            raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
+            kind = self.kinds[min(self.calls, len(self.kinds) - 1)]  # of one more, check_complete says that it is
         self.calls += 1
         inputs = self.last(query.shape[2], query.device)
         if kind.temperature is not None:
@@ -163,7 +161,10 @@ class GraphInputs:
     def check_complete(self) -> None:
         """Raise unless every attention call of the forward has come this way."""
         if self.kinds is not None and self.calls != len(self.kinds):
-            raise RuntimeError(changed_meanwhile(self.calls, len(self.kinds)))
+            raise RuntimeError(
+                f"model: {self.calls} attention calls saw the graph's rows where {len(self.kinds)} were expected; the "
+                "model or its attention implementation was changed while it generated; change it between two calls"
+            )
 
     def dense(self, capacity: int, kind: AttentionKind) -> DenseMask | None:
         """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""
@@ -197,14 +198,6 @@ class GraphInputs:
                 moved[name] = moved[name][:, -rows:].contiguous()
             self._parts[device, rows] = replace(self, **moved, _masks={}, _parts={})
         return self._parts[device, rows]
-
-
-def changed_meanwhile(calls: int, expected: int) -> str:
-    """The message about a forward in which attention calls were missed."""
-    return (
-        f"model: {calls} attention calls saw the graph's rows where {expected} were expected; the model or its "
-        "attention implementation was changed while it generated; change it between two calls"
-    )
 
 
 _watcher: ContextVar[Any] = ContextVar("watcher", default=None)

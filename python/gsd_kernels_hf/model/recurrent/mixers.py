@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,14 +170,6 @@ class RowsCache(Cache):
     padding: Tensor | None = None
 
 
-_Kind = TypeVar("_Kind")
-
-
-def argument(kind: type[_Kind], args: tuple[Any, ...], options: dict[str, Any]) -> _Kind | None:
-    """The first argument of a type among a mixer's, however it is named; ``None``: there is none."""
-    return next((value for value in (*args, *options.values()) if isinstance(value, kind)), None)
-
-
 Form = Any
 """How the rows of one mixer are computed, and what is kept of the text for that: :class:`ByDepth`, or what has its
 methods and attributes."""
@@ -193,7 +185,9 @@ class Mixer(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Forward like the module; a cache of graph rows says which it is."""
-        cache, hidden = argument(RowsCache, args, options), argument(Tensor, args, options)
+        given = (*args, *options.values())  # by whatever names
+        cache = next((value for value in given if isinstance(value, RowsCache)), None)
+        hidden = next((value for value in given if isinstance(value, Tensor)), None)
         if cache is None or hidden is None:
             return self.module(*args, **options)
         if cache.tree is not None:

@@ -37,7 +37,7 @@ EPS = 1e-6
 
 
 class Recurrence:
-    """A recurrent kernel of transformers over rows; a class each says what its arguments mean.
+    """A recurrent kernel of transformers over rows; a class each says what it is called with.
 
     Args:
         block: tokens between two states.
@@ -52,10 +52,6 @@ class Recurrence:
         self.state: Tensor | None = None  # [B, H, K, V], of the prompt, until the first rows
         self.fresh = True  # whether no rows came since the prompt
         self.behind_prompt = False  # whether none was taken into the text
-
-    def __call__(self, tree: RowTree, *args: Any, **options: Any) -> Any:
-        """Return what the kernel does of rows."""
-        raise NotImplementedError
 
     def laid_out(self, state: Tensor) -> Tensor:
         """The state as transformers keeps it, as [B, H, K, V], and back."""
