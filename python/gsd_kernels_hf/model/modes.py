@@ -31,5 +31,5 @@ class Unserved(Exception):
 
 
 def named(value: object) -> str:
-    """What came in the place of something else, in words."""
+    """Say what came in the place of something else."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
