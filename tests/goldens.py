@@ -31,6 +31,7 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.ops.table import all_ops
 from gsd_kernels_bench.cli import app as benches
 from gsd_kernels_cli.app import app
+from gsd_kernels_hf import files
 
 FILE = Path(__file__).with_name("goldens.json.gz")
 LEVEL, TOLERANCE = "avx2", 1e-4  # of floats
@@ -126,6 +127,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "embeddings": {"inputs_embeds": torch.zeros(1, 3, 32)},
     "positions": {"position_ids": torch.tensor([[0, 1, 2]])},
     "layers to contrast": {"dola_layers": "high"},
+    "settings of a chain": {"graph_config": gsd.Automatic(min_gain=2.0), "criterion": "block"},
+    "a drafter that is a file": {"drafter": "/dev/null"},
 }
 
 OUTSIDE_OF_GENERATE: dict[str, Callable[[], Any]] = {
@@ -143,6 +146,11 @@ OUTSIDE_OF_GENERATE: dict[str, Callable[[], Any]] = {
     "a layer that is none": lambda: gsd.LayerSkip(_llama(), mlp=[9]),
     "no heads": lambda: gsd.DraftHeads.for_model(_llama(), 0),
     "a threshold above one": lambda: gsd.Typical(2.0),
+    "a threshold of text": lambda: gsd.Typical("2"),
+    "a setting of text": lambda: gsd.Automatic(min_gain="2"),
+    "a setting that is none": lambda: gsd.Automatic(min_gian=1.0),
+    "a setting below one": lambda: gsd.Automatic(payback_tokens=0),
+    "a setting that is no number": lambda: gsd.Automatic(min_gain=float("nan")),
     "a kind of weights that is none": lambda: gsd.pack(_llama(), "q9_9"),
     "a patch of no model": lambda: gsd.patch(3),
     "a patch with an option that is none": lambda: gsd.patch(_llama(), graph_confg="auto"),
@@ -150,6 +158,9 @@ OUTSIDE_OF_GENERATE: dict[str, Callable[[], Any]] = {
     "a decoder with a draft that is none": lambda: gsd.GraphDecoder("draft")(_llama(), torch.tensor([[4, 5]])),
     "a corpus that is nowhere": lambda: gsd.Corpus("none"),
     "a file that is nowhere": lambda: gsd.from_gguf("none.gguf"),
+    "a model that is nowhere": lambda: files.model_place("none.gguf", "model"),
+    "a text that is nowhere": lambda: files.read_utf8(Path("none"), "text"),
+    "a name that is too long": lambda: files.read_utf8(Path("n" * 999), "text"),
 }
 
 

@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.costs.model import CostModel
-from gsd_kernels_hf.costs.prior import CostPrior
-from gsd_kernels_hf.policy.base import Observation
-from gsd_kernels_hf.policy.learning import Experience, LearningPolicy
+from gsd_kernels_hf.costs.model import CostModel, CostPrior
+from gsd_kernels_hf.policy.learning import Experience, LearningPolicy, Observation
 from gsd_kernels_hf.policy.row_selector import RowSelector
 from gsd_kernels_hf.policy.shapes import ladder, row_shape, shape_name
 from gsd_kernels_hf.records import Verified

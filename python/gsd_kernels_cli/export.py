@@ -54,7 +54,7 @@ def command(
     with progress("loading the models"):
         from gsd_kernels_hf.engine.options import Options
         from gsd_kernels_hf.engine.resolved import Sources
-        from gsd_kernels_hf.exported.options import PLACES
+        from gsd_kernels_hf.exported.folder import PLACES
         from gsd_kernels_hf.sources.load import OWN
 
         from . import demo

@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from gsd_kernels_hf.exported.options import FILE, HUB, PLACES, write_options
+from gsd_kernels_hf.exported.folder import FILE, HUB, PLACES, write_options
 from gsd_kernels_hf.files import HUB_ID, path_of, write_folder, write_text
 from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch

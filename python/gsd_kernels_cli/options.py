@@ -172,7 +172,7 @@ class Models(Drafts):
         Raises:
             ValueError: the folder's file of options is damaged, or see there.
         """
-        from gsd_kernels_hf.exported.options import read_options, shape_in
+        from gsd_kernels_hf.exported.folder import read_options, shape_in
         from gsd_kernels_hf.sources.load import OWN
 
         from .pair import load_pair

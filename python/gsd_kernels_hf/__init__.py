@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from .engine.decoder import GraphDecoder
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
-    from .exported.call import custom_generate, custom_generate_folder
+    from .exported.folder import custom_generate, custom_generate_folder
     from .learning import learn
     from .packed.gguf import from_gguf
-    from .packed.keep import keep_packed
-    from .packed.pack import pack
+    from .packed.pack import keep_packed, pack
     from .policy.settings import Automatic
     from .records import Verified
     from .sources.base import DraftSource, Level, Prefilled, Proposal
@@ -48,11 +47,11 @@ _HOMES = {
     "Level": "sources.base",
     "Prefilled": "sources.base",
     "Proposal": "sources.base",
-    "custom_generate": "exported.call",
-    "custom_generate_folder": "exported.call",
+    "custom_generate": "exported.folder",
+    "custom_generate_folder": "exported.folder",
     "from_gguf": "packed.gguf",
     "generate": "api",
-    "keep_packed": "packed.keep",
+    "keep_packed": "packed.pack",
     "learn": "learning",
     "pack": "packed.pack",
     "patch": "api",

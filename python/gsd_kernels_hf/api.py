@@ -29,7 +29,7 @@ from .engine.stop_strings import StopStrings
 from .locks import forkable_lock
 from .model import properties
 from .model.facts import looking
-from .packed import copies
+from .packed.modules import copied_bytes, forget_copies
 from .sources.base import DraftSource
 from .sources.load import lasting
 from .sources.memory import HistoryMemory
@@ -52,10 +52,10 @@ def _takes_options(function: _Function) -> _Function:
     """Show :class:`Options`, which the function takes by keyword, in its signature."""
     own = inspect.signature(function)
     options = inspect.signature(Options).parameters.values()
-    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD and p.name == "kwargs"]
+    *parameters, rest = own.parameters.values()  # which are the options alone, or kwargs as well
     parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in options]
-    function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
+    parameters += [rest] if rest.name == "kwargs" else []
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 
@@ -216,7 +216,7 @@ class Patch(threading.local):
     def clear(self) -> None:
         """Forget what was learned, and return the memory of caches, captured steps and copies of packed weights."""
         self.engines.clear()
-        copies.forget(self.model)
+        forget_copies(self.model)
 
     @property
     def patched(self) -> bool:
@@ -247,7 +247,7 @@ class Patch(threading.local):
         count = len(idle.sessions)
         texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
-        copied = copies.nbytes(self.model)
+        copied = copied_bytes(self.model)
         memory += f", {copied / 2**20:,.1f} MiB of packed weights in an order of their own" if copied else ""
         return f"<Patch of {kind}: {texts} kept in {self.engines.cache_bytes / 2**20:,.1f} MiB of caches{memory}>"
 

@@ -60,14 +60,13 @@ class Lesson:
 
 
 class Student(History):
-    """The history, which notes what it knew of every accepted node."""
+    """The history, which notes in ``answers`` what it knew of every accepted node."""
 
     name = "student"
     on_host = True  # it notes
 
-    def __init__(self) -> None:
-        self.lessons: list[Lesson] = []  # of all sessions: copies share it
-        self.text_number = [0]
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers  # of all sessions: copies share it
 
     def observe(self, verified: Verified) -> None:
         if self.known is not None and verified.graph is not None:
@@ -77,7 +76,7 @@ class Student(History):
                 graph = verified.graph
                 recent = [int(graph.token_ids[0, node]), *graph.contexts[0, node, : LEARNED_ORDERS - 1].tolist()]
                 found = evidence(self.known, graph, 0, node)
-                self.lessons.append(Lesson(found, recent, token, self.text_number[0]))
+                self.answers.lessons.append(Lesson(found, recent, token, len(self.answers.tokens)))
         super().observe(verified)
 
 
@@ -166,7 +165,8 @@ def learn(
     _answer(model, asked, answers, new_tokens, progress)
     if not answers.seen:
         raise ValueError("prompts: the model answered none of them")
-    found = learned_from(answers, properties.vocabulary(model), fingerprint(model))
+    table, vocabulary = tabled(counted([*answers.tokens, *answers.read])), properties.vocabulary(model)
+    found = Learned(*table, _weights_for(answers), vocabulary, fingerprint(model), answers.seen)
     found.save(place)
     logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{found.seen:,}", place)
     return place
@@ -195,8 +195,7 @@ def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool) -> 
         raise ValueError("tokenizer: prompts and texts that are no ids need the model's; pass it")
     if chat and getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        found = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     else:
         text = given if isinstance(given, str) else "\n".join(turn["content"] for turn in given)
         found = tokenizer(text, return_tensors="pt")
@@ -205,29 +204,28 @@ def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool) -> 
 
 def _answer(model: PreTrainedModel, asked: list[Tensor], answers: Answers, new_tokens: int, progress: bool) -> None:
     """Have the model answer greedily; Ctrl-C ends it with what is there."""
-    student = Student()
     shown = tracked("learning", len(asked), "prompts") if progress else nullcontext(lambda done, note="": None)
     # A patched model's history would be evidence of an answer that others gave.
     apart = {"learned": False, "reuse_history": False, "reuse_prefix": False}
-    options: dict[str, Any] = {"draft_sources": (student,), "graph_config": SHAPE, "do_sample": False, **apart}
+    student = {"draft_sources": (Student(answers),), "graph_config": SHAPE}
+    options: dict[str, Any] = {**student, "do_sample": False, **apart}
     try:
         with shown as update:
-            for number, ids in enumerate(asked):
-                student.text_number[0] = number
+            for ids in asked:
                 whole = generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
                 answers.tokens.append(whole[0, ids.shape[1] :].tolist())
-                update(number + 1, f"{answers.seen:,} tokens")
+                update(len(answers.tokens), f"{answers.seen:,} tokens")
     except KeyboardInterrupt:
         if not answers.tokens:
             raise
         logger.warning(
             "learning: interrupted after %d of %d prompts; what is there is kept", len(answers.tokens), len(asked)
         )
-    answers.lessons = [lesson for lesson in student.lessons if lesson.text < len(answers.tokens)]
+    answers.lessons = [lesson for lesson in answers.lessons if lesson.text < len(answers.tokens)]
 
 
-def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
-    """The table of all texts, and a mixture fitted to the answers with tables of the others."""
+def _weights_for(answers: Answers) -> Tensor:
+    """Weights of the mixture, fitted to the answers with tables of the others."""
     weights = prior()
     if len(answers.lessons) >= FEWEST_NODES:
         # What an answer teaches of the table's worth must come from a table that has not seen it.
@@ -236,7 +234,7 @@ def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
             weights = fitted(answers.lessons, halves, weights)
         except KeyboardInterrupt:
             logger.warning("learning: interrupted; the table is kept, with the weights that ship")
-    return Learned(*tabled(counted([*answers.tokens, *answers.read])), weights, vocab_size, print_, answers.seen)
+    return weights
 
 
 def counted(texts: Sequence[Sequence[int]]) -> Counts:

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import gsd_kernels
 
 from .records import Verified
-from .validate import HONOURED, check_heads
+from .validate import check_heads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,12 +107,9 @@ def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Ranks:
     sharded = [group for group in groups if group is not None]
     if not sharded:
         return Ranks()
-    return Agreement(sharded[0], device, captures=all(can_be_captured(group) for group in sharded))
-
-
-def can_be_captured(group: dist.ProcessGroup) -> bool:
-    """Return whether a GPU's messages to the group can be in a CUDA graph: NCCL's can, gloo's wait for the host."""
-    return "cuda:nccl" in dist.get_backend_config(group).split(",")
+    # NCCL's messages can be in a CUDA graph, gloo's wait for the host.
+    captures = all("cuda:nccl" in dist.get_backend_config(group).split(",") for group in sharded)
+    return Agreement(sharded[0], device, captures=captures)
 
 
 class Agreement(Ranks):
@@ -126,7 +123,7 @@ class Agreement(Ranks):
 
     alone = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, captures: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, captures: bool) -> None:
         self.captures = captures
         if dist.get_backend(group) == dist.Backend.GLOO:
             pause_at_exit()
@@ -234,11 +231,6 @@ def _ranks(column: Tensor) -> str:
     """Name the ranks that differ from the first: ``rank 1 from rank 0``."""
     others = [str(rank) for rank in range(len(column)) if column[rank] != column[0]]
     return f"rank{'s' * (len(others) > 1)} {', '.join(others)} from rank 0"
-
-
-def honoured(config: GenerationConfig) -> dict[str, object]:
-    """The options that decide what is generated."""
-    return {name: value for name, value in vars(config).items() if name in HONOURED}
 
 
 def digest(value: object) -> int:

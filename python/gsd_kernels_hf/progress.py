@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 logger = logging.getLogger("gsd_kernels.progress")
 """Told of progress where stderr is no terminal; the command line prints what it says."""
@@ -19,8 +19,7 @@ Update = Callable[..., None]
 """``(done, note="")``: how much is done, in the units of the total, and what else there is to say."""
 
 
-@contextmanager
-def tracked(what: str, total: float | None, unit: str) -> Iterator[Update]:
+def tracked(what: str, total: float | None, unit: str) -> AbstractContextManager[Update]:
     """Show how much of something is done while the block runs.
 
     Args:
@@ -28,15 +27,11 @@ def tracked(what: str, total: float | None, unit: str) -> Iterator[Update]:
         total: of the units; ``None`` where it is not known.
         unit: of the total and of what is done, in the plural.
 
-    Yields:
-        The function to call with what is done so far, as often as one likes.
+    Returns:
+        What gives the block the function to call with what is done so far, as often as one likes.
     """
-    if sys.stderr is not None and sys.stderr.isatty():
-        with _bar(what, total, unit) as update:
-            yield update
-    else:
-        with _lines(what, total, unit) as update:
-            yield update
+    shown = _bar if sys.stderr is not None and sys.stderr.isatty() else _lines
+    return shown(what, total, unit)
 
 
 def _count(done: float, total: float | None, unit: str, note: str) -> str:

@@ -24,8 +24,7 @@ import gsd_kernels as gsd
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
 from gsd_kernels_hf.api import handle_of
-from gsd_kernels_hf.exported.call import CALLS, custom_generate
-from gsd_kernels_hf.exported.options import FILE
+from gsd_kernels_hf.exported.folder import CALLS, FILE, custom_generate
 
 CALL = {"max_new_tokens": 40, "do_sample": False}
 
@@ -115,6 +114,7 @@ LOST = {
         text: (lambda here, text=text: replaced(here / FILE, text), message)
         for text, message in (
             ("{", "is damaged"),
+            ('{"format": "", "version": 1}', "is none of gsd_kernels"),
             (HEAD + "2}", "has version 2, unknown.*update the package"),
             (HEAD + '1, "graph_config": {"depth": -1}}', "gsd_kernels.json is damaged .depth"),
             (HEAD + '1, "drafter": "../x"}', "expected 'drafter', a folder"),

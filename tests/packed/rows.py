@@ -52,7 +52,7 @@ def of_scheme(name: str) -> Case:
 
 def of_codes(name: str, dtype: torch.dtype) -> Case:
     """A library's weights that multiply integers."""
-    model = test_libraries.INTEGERS[name].make(original(dtype))
+    model = test_libraries.INTEGERS[name][0](original(dtype))
     return Case(model, model, noised(original(dtype), 0.02))
 
 

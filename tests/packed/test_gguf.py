@@ -123,6 +123,8 @@ HEADS = {
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(8, np.float32)),),
     ),
     "a tensor twice": ("name", (Q, -len(Q), K)),
+    "heads of no whole width": ("no llama model has such", (b"attention.head_count", 4, struct.pack("<I", 6))),
+    "no architecture": ("general.architecture is missing", (b"general.arch", -12, b"general.arcs")),
 }
 """Words of the refusal; what is added, a field and its value, or a name and what is written behind it."""
 
@@ -264,9 +266,19 @@ def test_the_ends_of_a_turn_and_of_a_message_end_a_text(tmp_path, load):
         assert text == long[: long.index(end) + 1]
 
 
-def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(tmp_path, caplog):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "gemma2", "q8_0")
-    words = f"path: {path}: transformers cannot read this gemma2 file: "
-    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(ValueError, match=words):
-        from_gguf(path)  # norms are missing
-    assert "transformers unpacks all weights of the architecture gemma2" in caplog.text
+@pytest.mark.parametrize(
+    ("architecture", "norms", "words"),
+    [
+        ("gemma2", "", "transformers cannot read this gemma2 file: "),
+        ("stablelm", "", "has nothing for .* of the stablelm model"),
+        ("stablelm", "blk.0.attn blk.0.ffn blk.1.attn blk.1.ffn output no", "no_norm.bias, which .* passes over"),
+    ],
+)
+def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(
+    architecture, norms, words, tmp_path, caplog
+):
+    also = lambda w: [w.add_tensor(f"{name}_norm.bias", np.zeros(64, np.float32)) for name in norms.split()]  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), architecture, "q8_0", also)
+    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(ValueError, match=f"path: {path}.*{words}"):
+        from_gguf(path)
+    assert f"transformers unpacks all weights of the architecture {architecture}" in caplog.text

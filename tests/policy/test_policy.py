@@ -39,10 +39,8 @@ from gsd_kernels_hf.costs.model import CostModel
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.automatic import own_pair
-from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, Experience, LearningPolicy
+from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, Experience, FixedPolicy, LearningPolicy
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
-from gsd_kernels_hf.policy.settings import Automatic
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder, shape_name
 
 # Six properties of the automatic policy, on machines and texts of numbers: no clock is read; and its choices as such.
@@ -51,7 +49,7 @@ from gsd_kernels_hf.policy.shapes import BRANCH, ladder, shape_name
 # tests/policy/test_policy.py``, where choices are meant to change.
 
 
-SETTINGS = Automatic()
+SETTINGS = gsd.Automatic()
 TEXTS = {"easy": EASY, "usual": USUAL, "hopeless": HOPELESS}
 
 
@@ -313,19 +311,6 @@ def test_what_is_known_is_of_weights_a_dtype_and_a_way_of_sampling(trained_pair,
     one, sampled, others, again, double = (policy.experience for policy in opened)
     assert again is one and one.costs is sampled.costs is others.costs is not double.costs
     assert len({id(found.acceptance) for found in (one, sampled, others, double)}) == 4
-
-
-@pytest.mark.parametrize(
-    ("error", "given_settings"),
-    [
-        (r"unknown setting 'min_gian'; did you mean 'min_gain'", {"min_gian": 1.0}),
-        (r"Automatic: payback_tokens: expected a finite number of at least 1", {"payback_tokens": 0}),
-        (r"Automatic: min_gain: expected a finite number", {"min_gain": float("nan")}),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_by_name(error, given_settings):
-    with pytest.raises((TypeError, ValueError), match=error):
-        gsd.Automatic(**given_settings)
 
 
 def test_every_target_forward_is_decoding(trained_pair):

@@ -45,7 +45,7 @@ def test_all_of_them_proposed(tmp_path):
         engines_of(target).clear()
         generate(target, **ROWS["every"].inputs(0), **given, do_sample=False, graph_config=shape)
         (engine,) = engines_of(target)
-        learned = engine.statistics(sampled=False).weights
+        learned = engine.statistics[False].weights
         assert {name: weights.learned()[0] > 0 for name, weights in learned.items() if name != "model"} == {
             name: True for name in ("model 2", "heads", "eagle3", "p-eagle", "dflash", "history")
         }

@@ -107,7 +107,7 @@ def test_what_was_learned_serves_the_next_call_and_no_other_pair():
     (only,) = engines_of(target)
 
     def learned():
-        return only.statistics(sampled=False).weights["history"].mixture.weights
+        return only.statistics[False].weights["history"].mixture.weights
 
     shares = learned()
     assert not torch.equal(shares, torch.tensor(History.shares))

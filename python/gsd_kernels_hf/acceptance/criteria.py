@@ -9,12 +9,10 @@ With greedy decoding, the target's distribution is one token, and every criterio
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +21,6 @@ from gsd_kernels import GraphConfig, Rows
 from gsd_kernels.ops.sampling.philox import derived_seed, uniform_of
 
 from ..records import EVERY, At, Candidates, Sampler
-
-logger = logging.getLogger("gsd_kernels")
 
 CriterionName = Literal["exact", "speculative", "block", "typical"]
 """What ``criterion`` takes by name."""
@@ -120,9 +116,6 @@ def check_chain(
             raise ValueError(f"{name}: {alone}; {what}, {cure}")
 
 
-Criterion = TypeVar("Criterion", bound="ExactMatch")
-
-
 class ExactMatch:
     """The exact criterion: after every row comes the target's own pick, so a drafted token is accepted if it is that.
 
@@ -137,7 +130,7 @@ class ExactMatch:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
 
-    def of_warped(self: Criterion) -> Criterion:
+    def of_warped(self) -> ExactMatch:
         """The same criterion for logits that the warpers have seen."""
         other = copy.copy(self)
         other.sampler = replace(self.sampler, warpers=UNWARPED)
@@ -340,14 +333,3 @@ def children_of(rows: Rows) -> Tensor:
     """The drafted tokens after every row, by the row that holds them: int32 [B, R, R], −1 elsewhere."""
     place = torch.arange(rows.token_ids.shape[1], device=rows.token_ids.device)  # [R]
     return torch.where(rows.parent_rows[:, None] == place[:, None], rows.token_ids[:, None], -1)
-
-
-def warn_lossy(criterion: ExactMatch) -> None:
-    """Say once in a process that a criterion changes the output."""
-    if not criterion.lossless:
-        _warn(criterion.name)
-
-
-@cache
-def _warn(name: str) -> None:
-    logger.warning("criterion %r is lossy: the output is not the target's own (stats.lossless is False)", name)

@@ -26,8 +26,7 @@ from ..model.fused import why_not
 from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..store import Document
-from .model import CostModel
-from .prior import CostPrior, layers_of, weight_bytes
+from .model import CostModel, CostPrior, layers_of, weight_bytes
 
 MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"  # section of a pair's document

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from gsd_kernels import GraphConfig
 from gsd_kernels.backends import compiles
 
-from ..acceptance.host import accepted
+from ..acceptance.rule import accepted
 from ..model import replay
 from ..model.fused import FusedRows
 from ..parallel import Ranks
-from ..policy.base import Observation
+from ..policy.learning import Observation
 from ..records import DecodeState, Verified, report_sizes
 from ..sources.base import OwnSource
 from .session import Session
@@ -100,7 +100,8 @@ class Launched:
         if may_fly and captured is not None and captured.replayed:
             # Behind the step, before the next one writes the same storage.
             report, counts = (replay.send(tensor) for tensor in (session.state.report, session.counts))
-            launched.sent, launched.parts = (report, counts, torch.cuda.Event()), session.clock.hand_over()
+            launched.sent = report, counts, torch.cuda.Event()
+            launched.parts, session.clock.pending = session.clock.pending, []  # counted when the step is over
             launched.sent[2].record(torch.cuda.current_stream(session.counts.device))
         return launched
 
@@ -128,7 +129,7 @@ class Launched:
         if self.sent is None:  # else what comes behind the step is part of the next one
             clock.read()
             self.seconds = clock.since_step()
-        target = clock.last("target") if self.typical else 0.0
+        target = clock.latest.get("target", 0.0) if self.typical else 0.0
         other = self.seconds - target if target > 0 else 0.0
         rows = self.verified.rows.token_ids.shape[1]
         late = self.shape != self.session.config

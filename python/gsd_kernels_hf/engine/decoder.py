@@ -15,15 +15,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from gsd_kernels.config import PLAIN
 
 from .. import validate
-from ..acceptance.criteria import warn_lossy
-from ..acceptance.host import NothingToPick
+from ..acceptance.rule import NothingToPick
 from ..model import properties
 from ..model.cache import asking
 from ..model.facts import looked, looking
 from ..parallel import ranks_of
-from ..policy.automatic import Situation, automatic_policy
-from ..policy.base import Policy
-from ..policy.fixed import FixedPolicy
+from ..policy.automatic import automatic_policy
+from ..policy.learning import FixedPolicy, LearningPolicy, Policy
 from ..sources.base import DraftSource, reaches, remembers
 from .engine import Engines, Statistics, engines_of
 from .known import learned_of
@@ -99,7 +97,7 @@ class GraphDecoder(Options):
         request.seed = ranks.start(request.seed, request.agreed())
         engines = self.engines if self.engines is not None else engines_of(request.model)
         engine = engines.of(request.sources)
-        statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
+        statistics = engine.statistics[request.plan.temperature > 0] if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = request.sources.used(automatic=automatic, grammar=request.drafts_by_grammar)
         sources = statistics.retention.staying(given) if automatic else given
@@ -115,7 +113,9 @@ class GraphDecoder(Options):
             reuse = current and self.reuse_prefix
             with session.abandoned_on_error():
                 session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
-                warn_lossy(session.rule.criterion)
+                if not (criterion := session.rule.criterion).lossless:
+                    lossy = "criterion %r is lossy: the output is not the target's own (stats.lossless is False)"
+                    validate.warn_once(("lossy", criterion.name), lossy, criterion.name)
                 out = Output(request, session)
                 out.stats.left_out = [source.name for source in given if source not in sources]
                 looked()
@@ -139,32 +139,26 @@ class GraphDecoder(Options):
         if not automatic or not sources:
             return FixedPolicy(self.graph_config if sources else None)
         together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
-        situation = Situation(
-            [request.model, *forwarded(sources)],
-            sources=[source.name for source in sources],
+        return automatic_policy(
+            statistics.experience,
+            [request.model, *dict.fromkeys(module for source in sources for module in source.forwards)],
+            [source.name for source in sources],
             reuses=not all(source.forwards for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}{together}",
-            batch=request.batch,
-            prefix=request.prompt_length,
-            reads_prompt=any(source.reads_prompt for source in sources),
             chooses_rows=request.device.type == "cpu" and not request.draws_from_draft,
             backend=self.backend,
             settings=self.automatic_settings,
+            batch=request.batch,
+            prefix=request.prompt_length,
+            reads_prompt=any(source.reads_prompt for source in sources),
         )
-        return automatic_policy(statistics.experience, situation)
 
 
-def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
-    """The modules that sources forward, each once: modules and views of the target, in the order of the sources."""
-    return list({id(module): module for source in sources for module in source.forwards}.values())
-
-
-def estimate_plain_step(stats: GenerationStats, policy: object, cached: float) -> None:
+def estimate_plain_step(stats: GenerationStats, policy: Policy, cached: float) -> None:
     """Note what a plain step takes behind ``cached`` tokens (of all sequences), if the policy has timed any step."""
-    experience = getattr(policy, "experience", None)  # of a policy that goes by costs, as the automatic ones do
-    if experience is None or not experience.costs.steps:
+    if not isinstance(policy, LearningPolicy) or not policy.experience.costs.steps:
         return
-    costs, batch = experience.costs, stats.sequences
+    costs, batch = policy.experience.costs, stats.sequences
     target = costs.target_seconds(np.array([float(batch)]), cached)[0]
     stats.plain_seconds = float(target + costs.other_seconds()[costs.index[PLAIN]])
     stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,8 @@ from ..locks import forkable_lock
 from ..model import replay
 from ..model.facts import ModelState
 from ..model.runner import CachedText
-from ..packed import copies
-from ..policy.base import Policy
+from ..packed.modules import forget_copies
+from ..policy.learning import Policy
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Retention, SourceWeights
@@ -187,17 +188,13 @@ class Engine:
         self.parts = [weakref.ref(part) for part in parts]
         self.criterion, self.idle = criterion, idle
         self.ended = False  # forgotten, by a thread that may be another one than a call's
-        self._statistics: dict[bool, Statistics] = {}  # by whether tokens are sampled
+        self.statistics: dict[bool, Statistics] = defaultdict(Statistics)  # by whether tokens are sampled
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Return whether the engine was made for these sources' objects and this criterion."""
         mine = [part() for part in self.parts]
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
         return same and self.criterion == criterion
-
-    def statistics(self, *, sampled: bool) -> Statistics:
-        """Statistics of greedy or of sampled texts, to begin a call with."""
-        return self._statistics.setdefault(sampled, Statistics())
 
     def session(
         self, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool
@@ -296,7 +293,7 @@ class Engines:
         """Forget everything and return the memory, of calls that are running when they end."""
         for part in (part() for engine in self._engines for part in engine.parts):
             if isinstance(part, nn.Module):
-                copies.forget(part)
+                forget_copies(part)
         with self._lock:
             self._keep([])
         if self.memory is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from ..costs.pair import fingerprint
@@ -19,16 +18,8 @@ from ..store import cache_dir
 logger = logging.getLogger("gsd_kernels")
 
 
-class _Found(NamedTuple):
-    """The user's file as it was when it was looked for, for which device, and what drafts; ``None``: nothing."""
-
-    file: Path
-    written: tuple[int, int] | None  # None: there is none
-    device: torch.device
-    known: Known | None
-
-
-_found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Any, tuple[Any, Known | None]] = weakref.WeakKeyDictionary()
+"""By model: the user's file as it was when it was looked for, and for which device; what drafts, ``None``: nothing."""
 
 
 def learned_file(model: nn.Module) -> Path:
@@ -49,13 +40,14 @@ def learned_of(facts: Facts) -> Known | None:
         written = (stat.st_mtime_ns, stat.st_size)
     except OSError:
         written = None
-    before = _found.get(model)
-    if before is None or before[:3] != (file, written, facts.device):
+    key = file, written, facts.device
+    before, known = _found.get(model, (None, None))
+    if before != key:
         known = None if written is None else _known(facts, file, fingerprint(model))
         if known is None and (shipped := shipped_file(model)) is not None:
             known = _known(facts, *shipped, ", which comes with this package")
-        before = _found[model] = _Found(file, written, facts.device, known)
-    return before.known
+        _found[model] = key, known
+    return known
 
 
 def _known(facts: Facts, file: Path, print_: str, whose: str = "") -> Known | None:

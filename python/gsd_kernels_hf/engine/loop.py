@@ -8,14 +8,12 @@ from torch import nn
 
 from ..model import replay
 from ..parallel import Ranks
-from ..policy.base import Plan, Policy
+from ..policy.learning import Plan, Policy
 from ..sources.base import reaches
 from .capture import Launched, stepping
 from .output import Output
 from .session import Session, warm
 from .stats import GenerationStats
-
-PLAIN_PLAN = Plan(None)
 
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
@@ -43,7 +41,7 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
             session.reserve(out.longest)
             policy = without_left(session, policy, out)
             between = cross(session, out.lengths, out.done)
-            session.use(PLAIN_PLAN if between else policy.plan())
+            session.use(Plan(None) if between else policy.plan())
             warm(session, policy.largest_shapes())
             before, queued = queued, Launched.of(session, step, behind=queued, may_fly=flies)
             if before is not None:

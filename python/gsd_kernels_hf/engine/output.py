@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from gsd_kernels.config import PLAIN
 
-from ..acceptance.host import OnHost, check_pick
+from ..acceptance.rule import OnHost, check_pick
 from ..model import properties
 from ..model.hidden import not_finite_for
 from ..policy.shapes import shape_name
@@ -102,10 +102,14 @@ class Output:
         Raises:
             ValueError: the target's logits held NaN, or its table of positions ends before the text.
         """
-        session, state, verified = self.session, self.session.state, launched.verified
+        session, state, verified, stats = self.session, self.session.state, launched.verified, self.stats
         plain = verified.graph is None or launched.shape is None
         shape = PLAIN if plain else shape_name(launched.shape)
-        self.stats.count_step(verified.rows.token_ids.shape[1], launched.drafted_rows, shape=shape)
+        stats.steps += 1
+        stats.plain_steps += plain
+        stats.shapes[shape] = stats.shapes.get(shape, 0) + 1
+        stats.target_rows += stats.sequences * verified.rows.token_ids.shape[1]
+        stats.draft_rows += stats.sequences * launched.drafted_rows
         self.counted = heard.counted
         if self.observer is not None:
             self.observer(verified)
@@ -113,8 +117,13 @@ class Output:
             self.plain_seconds.append(session.clock.since_step())
         session.mixer.tally.count(session.mixer.asked(), verified)
         for sequence, tokens in enumerate(heard.tokens):
-            self.lengths[sequence] += len(tokens)
-            self.stats.count_accepted(len(tokens))
+            count = len(tokens)
+            self.lengths[sequence] += count
+            if count:
+                stats.accepted += [0] * (count + 1 - len(stats.accepted))
+                stats.accepted[count] += 1
+                stats.new_tokens += count
+                stats.sequence_steps += 1
             for token in tokens:
                 check_pick(token)
         self.done = heard.done
@@ -162,7 +171,7 @@ class Output:
             stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
         stats.sources = session.mixer.tally.sources
         if self.streaming is not None:
-            self.streaming.end()
+            self.streaming.streamer.end()
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
         if isinstance(rule, OnHost):
@@ -216,7 +225,3 @@ class Streaming:
                 )
             )
         self.count = max(self.count, known)
-
-    def end(self) -> None:
-        """After the last token."""
-        self.streamer.end()

@@ -25,8 +25,7 @@ from ..acceptance.criteria import DRAWN
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model.facts import Facts
 from ..model.prompt_inputs import PromptInputs, check_inputs
-from ..parallel import honoured
-from ..policy.base import Policy
+from ..policy.learning import Policy
 from ..sources import border
 from ..sources.base import DraftSource, OwnSource, remembers
 from ..sources.drafts import draft_source
@@ -34,7 +33,7 @@ from ..sources.grammar import Grammar, holds_grammar
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.load import Drafter, loaded, source_of
-from ..validate import CONFIG_FIELDS, DRAFT_LENGTHS, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
+from ..validate import CONFIG_FIELDS, DRAFT_LENGTHS, HONOURED, REFUSED_PARAMETERS, SERVED_PARAMETERS, warn_once
 from .options import NAMES, Options
 
 OPTIONS = tuple(field.name for field in fields(Options))
@@ -120,7 +119,7 @@ class Sources:
     def forwarded(self) -> list[nn.Module]:
         """The modules that sources run in a step, heads included, each once."""
         found = [self.heads, *(module for source in self.every for module in source.forwards)]
-        return list({id(module): module for module in found if isinstance(module, nn.Module)}.values())
+        return list(dict.fromkeys(module for module in found if isinstance(module, nn.Module)))
 
     @cached_property
     def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:
@@ -164,16 +163,16 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
     """The sources by name, then those of one's own, then the history."""
     if not options.named:
         return []
-    makers: dict[str, Callable[[], Sequence[DraftSource]]] = {
-        "model": lambda: [
-            draft_source(model, "model" if i == 1 else f"model {i}", between)
-            for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1)
-        ],
-        "layer_skip": lambda: options.drafts,  # a source as it is given
-        "drafter": lambda: [source_of(drafter)],
-        "heads": lambda: [Heads(heads)],
-    }
-    sources = [source for name, make in makers.items() if name in options.named for source in make()]
+    sources: list[DraftSource] = []
+    if "model" in options.named:
+        for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1):
+            sources.append(draft_source(model, "model" if i == 1 else f"model {i}", between))
+    if "layer_skip" in options.named:
+        sources += options.drafts  # a source as it is given
+    if "drafter" in options.named:
+        sources.append(source_of(drafter))
+    if "heads" in options.named:
+        sources.append(Heads(heads))
     sources += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
     if "history" in options.named:
         sources.append(History())
@@ -282,6 +281,14 @@ class Request:
         batch: B, sequences.
         prompt_length: P, tokens of the prompt, padding included.
         kv_start: left padding of every sequence, int32 [B].
+        reach: tokens of the longest prompt, without padding.
+        as_dict: whether transformers' output object is returned rather than token ids.
+        keeps_scores, keeps_logits: whether it has processed scores, logits [B, V] of every token.
+        per_token: whether something is called for every token on the host.
+        lockstep: whether all sequences must be asked for together, token by token.
+        reads_padding: whether the target reads on in sequences that ended, for those who see its logits there.
+        draws_from_draft: whether the draft's own samples are verified, as speculative sampling does.
+        drafts_by_grammar: whether a grammar among the processors drafts: where it is named, or by default on a CPU.
 
     Raises:
         TypeError, ValueError: something cannot be served; nothing was changed.
@@ -314,65 +321,52 @@ class Request:
             validate.check_reference(self.options.reference_ids, self.batch, self.facts.vocabulary, copies)
         samples = bool(generation_config.do_sample)
         self.plan = SamplingPlan.of(logits_processor, samples)
-        self.eos_ids, room, self.timers, self.criteria = split_criteria(stopping_criteria, self.prompt_length)
-        self.room = min(room, MOST_POSITIONS - self.prompt_length)
+        self._split(stopping_criteria)
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.inputs: PromptInputs | None = None
         if unread:
             self.inputs = PromptInputs.of(input_ids, model_kwargs, unread)
             check_inputs(self.facts, self.inputs, self.kv_start)
-        given = self.options.seed if seed is None else seed
+        config, options = generation_config, self.options
+        self.reach = self.prompt_length - int(self.kv_start.min())
+        self.as_dict = bool(config.return_dict_in_generate)
+        self.keeps_scores = self.as_dict and bool(config.output_scores)
+        self.keeps_logits = self.as_dict and bool(config.output_logits)
+        self.per_token = bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
+        self.lockstep = not self.plan.row_wise
+        self.reads_padding = self.lockstep and self.pads_finished and self.batch > 1
+        drawn = options.criterion in DRAWN
+        self.draws_from_draft = drawn and self.plan.temperature > 0 and bool(options.named)
+        by_default = options.draft_sources is None and self.device.type == "cpu"
+        wanted = bool(options.named) and not drawn and ("grammar" in options.named or by_default)
+        self.drafts_by_grammar = wanted and holds_grammar(self.plan.processors)
+        given = options.seed if seed is None else seed
         # Behind all checks: where one sends the call to transformers, torch's generator is as it was.
         self.seed = draw_seed(given) if samples else 0
         self.given_seed = given if samples else None
 
-    @property
-    def reach(self) -> int:
-        """Tokens of the longest prompt, without padding."""
-        return self.prompt_length - int(self.kv_start.min())
+    def _split(self, criteria: StoppingCriteriaList) -> None:
+        """Sort stopping criteria: what ends a text on the device, what is asked once a step, and once a token.
 
-    @property
-    def as_dict(self) -> bool:
-        """Return whether transformers' output object is returned rather than token ids."""
-        return bool(self.generation_config.return_dict_in_generate)
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Return whether the output has processed scores [B, V] of every token."""
-        return self.as_dict and bool(self.generation_config.output_scores)
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Return whether the output has logits [B, V] of every token."""
-        return self.as_dict and bool(self.generation_config.output_logits)
-
-    @property
-    def per_token(self) -> bool:
-        """Return whether something is called for every token on the host."""
-        return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
-
-    @property
-    def lockstep(self) -> bool:
-        """Return whether all sequences must be asked for together, token by token."""
-        return not self.plan.row_wise
-
-    @property
-    def reads_padding(self) -> bool:
-        """Return whether the target reads on in sequences that ended, for those who see its logits there."""
-        return self.lockstep and self.pads_finished and self.batch > 1
-
-    @property
-    def draws_from_draft(self) -> bool:
-        """Return whether the draft's own samples are verified, as speculative sampling does."""
-        return self.options.criterion in DRAWN and self.plan.temperature > 0 and bool(self.options.named)
-
-    @property
-    def drafts_by_grammar(self) -> bool:
-        """Return whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
-        options = self.options
-        if not options.named or options.criterion in DRAWN or not holds_grammar(self.plan.processors):
-            return False
-        return "grammar" in options.named or (options.draft_sources is None and self.device.type == "cpu")
+        Raises:
+            ValueError: nothing bounds the length.
+        """
+        self.eos_ids: set[int] = set()
+        self.timers: list[Callable[..., Any]] = []
+        self.criteria: list[Callable[..., Any]] = []
+        most = []  # tokens of the text
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos_ids |= {int(t) for t in criterion.eos_token_id.tolist() if t >= 0}
+            elif type(criterion) is MaxLengthCriteria:
+                most.append(criterion.max_length)
+            else:
+                (self.timers if type(criterion) is MaxTimeCriteria else self.criteria).append(criterion)
+        if not most:
+            raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
+        self.room = min(*most, MOST_POSITIONS) - self.prompt_length
+        if self.room < 1:
+            raise ValueError(f"max_length: leaves no room after a prompt of {self.prompt_length} tokens; raise it")
 
     def agreed(self) -> dict[str, object]:
         """Everything that the ranks of a tensor-parallel model must have been given alike, by name."""
@@ -382,36 +376,8 @@ class Request:
             "attention_mask": self.attention_mask,
             "seed": self.given_seed,
             **self.sources.agreed(),
-            **honoured(self.generation_config),
+            **{name: value for name, value in vars(self.generation_config).items() if name in HONOURED},
         }
-
-
-def split_criteria(
-    criteria: Sequence[Callable[..., Any]], prompt_length: int
-) -> tuple[set[int], int, list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Stopping criteria → (end-of-text ids, token budget, timers checked once a step, the others: once a token).
-
-    Raises:
-        ValueError: nothing bounds the length.
-    """
-    eos_ids: set[int] = set()
-    budgets: list[int] = []
-    timers: list[Callable[..., Any]] = []
-    others: list[Callable[..., Any]] = []
-    for criterion in criteria:
-        if type(criterion) is EosTokenCriteria:
-            eos_ids |= {int(t) for t in criterion.eos_token_id.tolist() if t >= 0}
-        elif type(criterion) is MaxLengthCriteria:
-            budgets.append(criterion.max_length - prompt_length)
-        elif type(criterion) is MaxTimeCriteria:
-            timers.append(criterion)
-        else:
-            others.append(criterion)
-    if not budgets:
-        raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
-    if min(budgets) < 1:
-        raise ValueError(f"max_length: leaves no room after a prompt of {prompt_length} tokens; raise it")
-    return eos_ids, min(budgets), timers, others
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,14 @@ from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
-from ..acceptance.host import OnHost
-from ..acceptance.lockstep import padded, padded_path
-from ..acceptance.rule import AcceptanceRule, OnDevice
+from ..acceptance.rule import AcceptanceRule, OnDevice, OnHost, padded, padded_path
 from ..model import replay
 from ..model.facts import Facts, ModelState
 from ..model.fused import rows_of
 from ..model.prompt_inputs import RowsBehindInputs
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
-from ..policy.base import Plan
+from ..policy.learning import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource, Level, OwnSource
 from ..sources.learned import Known
@@ -388,7 +386,7 @@ class Session:
 
     def accept(self, unverified: Unverified) -> Acceptance:
         """Accept rows by the call's rule, on the device or on the host."""
-        return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
+        return self.rule.accept(unverified, self.max_path)
 
     @property
     def drafted(self) -> tuple[Any, ...]:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.config import PLAIN
-
 from ..model import replay
 from ..sources.mixer import SourceStats
 
@@ -77,26 +75,10 @@ class GenerationStats:
     why_modules: str | None = None
     why: str | None = None
 
-    def count_step(self, target_rows: int, draft_rows: int, *, shape: str) -> None:
-        """Count one target forward; both numbers are rows a sequence, ``shape`` its name, ``"plain"`` without draft."""
-        self.steps += 1
-        self.shapes[shape] = self.shapes.get(shape, 0) + 1
-        self.plain_steps += shape == PLAIN
-        self.target_rows += self.sequences * target_rows
-        self.draft_rows += self.sequences * draft_rows
-
     @property
     def tokens_per_step(self) -> float:
         """Mean tokens that a sequence gained from one target forward; 1 is plain decoding."""
         return self.new_tokens / self.sequence_steps if self.sequence_steps else 0.0
-
-    def count_accepted(self, tokens: int) -> None:
-        """Count the tokens that one sequence gained in a step; 0 for a finished one."""
-        if tokens:
-            self.accepted += [0] * (tokens + 1 - len(self.accepted))
-            self.accepted[tokens] += 1
-            self.new_tokens += tokens
-            self.sequence_steps += 1
 
     @property
     def gain(self) -> float | None:
@@ -181,9 +163,9 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.use_events = device, replay.is_gpu(device)
-        self.pending: list[Part] = []
+        self.pending: list[Part] = []  # that were begun, and not counted yet
         self.seconds: dict[str, float] = {}
-        self.latest: dict[str, float] = {}  # of the current step
+        self.latest: dict[str, float] = {}  # of the current step, as far as it was read
         self.start = self.step_start = self.heard = time.perf_counter()
 
     @contextmanager
@@ -200,11 +182,6 @@ class Clock:
             begin_time = time.perf_counter()
             yield
             self._count(name, time.perf_counter() - begin_time)
-
-    def hand_over(self) -> list[Part]:
-        """The parts that were begun since the last time, to be counted when their step is over."""
-        parts, self.pending = self.pending, []
-        return parts
 
     def over(self, parts: list[Part], begin: float) -> None:
         """A step that began then is over, but others may have begun since; count the parts that were handed over."""
@@ -234,10 +211,6 @@ class Clock:
     def since_step(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self.step_start
-
-    def last(self, name: str) -> float:
-        """Seconds of the step's part, as far as it was read; 0 if it was not."""
-        return self.latest.get(name, 0.0)
 
     def finish(self) -> dict[str, float]:
         """Seconds of every part, of all else and of all; waits for the device."""

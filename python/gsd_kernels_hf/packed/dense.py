@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .entries import TensorEntry
 from .fields import FREQUENCIES, PACKED, check_foreign, empty_model, end_by
-from .frequencies import divide_frequencies
 from .header import Header, require
+from .pack import refuse_to_save
 
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads such a file with."""
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""Kinds of tensors that are plain numbers."""
 
 
 def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -43,9 +48,8 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     model = _loaded(header, dtype=dtype, output_loading_info=True, **dense)
     end_by(model, header)
     if header.architecture in PACKED and divide_frequencies(model, header):
-        model.save_pretrained = refusal_to_save(
-            f"no config says what divides the frequencies of {file}; copy that file instead"
-        )
+        why = f"no config says what divides the frequencies of {file}; copy that file instead"
+        model.save_pretrained = partial(refuse_to_save, why)
     # Dense as it is, it still says that it is quantised, and could not be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -53,13 +57,30 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     return model.eval()
 
 
-def refusal_to_save(why: str) -> Callable[..., NoReturn]:
-    """A function for the place of a model's ``save_pretrained``, which refuses."""
+def copied(tensor: TensorEntry) -> Tensor:
+    """A tensor's bytes. Read, not mapped: pages looked at once would count as this process' memory for good."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        return torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.uint8)
 
-    def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"save_pretrained: {why}")
 
-    return save_pretrained
+@torch.no_grad()
+def divide_frequencies(model: PreTrainedModel, header: Header) -> bool:
+    """Divide the model's frequencies by the file's factors; whether that makes it another than its config says.
+
+    Raises:
+        ValueError: the factors are none.
+    """
+    stored = header.tensors.get(FREQUENCIES)
+    if stored is None:
+        return False
+    if stored.kind not in FLOATS:
+        raise header.refusal(FREQUENCIES, stored.kind, "plain floats")
+    factors = copied(stored).view(FLOATS[stored.kind]).float()  # [head_dim / 2]
+    if not (factors.isfinite() & (factors > 0)).all():
+        raise header.refusal(FREQUENCIES, factors.tolist(), "factors above 0")
+    model.get_decoder().rotary_emb.inv_freq /= factors
+    return not torch.allclose(factors, torch.ones_like(factors), rtol=0, atol=1e-5)
 
 
 def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:

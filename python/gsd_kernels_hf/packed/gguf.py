@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +14,11 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
 from ..files import path_of
-from .dense import load_model, refusal_to_save
-from .entries import TensorEntry
+from .dense import FLOATS, copied, divide_frequencies, load_model
 from .fields import PACKED, PERMUTED, empty_model, file_names
-from .frequencies import FLOATS, copied, divide_frequencies
 from .header import Header
 from .modules import PackedEmbedding, PackedLinear
+from .pack import refuse_to_save
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -56,16 +56,17 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
         return load_model(path, dtype)
     model = empty_model(header, dtype)
-    _Filling(header, model, dtype, permuted=architecture in PERMUTED).fill()
-    model.save_pretrained = refusal_to_save(f"the weights of this model stay packed in {path}; copy that file instead")
+    _Filling(header, model, dtype).fill()
+    why = f"the weights of this model stay packed in {path}; copy that file instead"
+    model.save_pretrained = partial(refuse_to_save, why)
     return model.eval()
 
 
 class _Filling:
     """Puts a file's tensors, which were compared with those that its model has, into a model without any."""
 
-    def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
-        self.header, self.path, self.model, self.dtype, self.permuted = header, header.path, model, dtype, permuted
+    def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.header, self.model, self.dtype = header, model, dtype
         self.files: dict[Path, Tensor] = {}
         names = file_names(model)
         if model.config.tie_word_embeddings:
@@ -80,18 +81,14 @@ class _Filling:
         """
         for name, module in list(self.model.named_modules()):
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                self._replace(name, self._matrix_module(name, module))
+                self.model.set_submodule(name, self._matrix_module(name, module))
             else:
                 for own, _ in list(module.named_parameters(recurse=False)):
-                    setattr(module, own, nn.Parameter(self._vector(f"{name}.{own}"), requires_grad=False))
+                    setattr(module, own, self._vector(f"{name}.{own}"))
         rotary = self.model.model.rotary_emb
         with torch.device("cpu"):
-            self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
+            self.model.model.rotary_emb = type(rotary)(config=self.model.config)
         divide_frequencies(self.model, self.header)
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        parent, _, last = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), last, module)
 
     def _matrix_module(self, name: str, module: nn.Linear | nn.Embedding) -> nn.Module:
         embeds = isinstance(module, nn.Embedding)
@@ -104,45 +101,41 @@ class _Filling:
             return PackedLinear(matrix, self.dtype, bias)
         module.weight = nn.Parameter(matrix, requires_grad=False)
         if bias is not None:
-            module.bias = nn.Parameter(bias, requires_grad=False)
+            module.bias = bias
         return module
 
     def _matrix(self, name: str) -> PackedMatrix | Tensor:
         """[outputs, inputs] as it lies, or in the model's dtype where the file has plain floats."""
-        tensor = self.tensors[name]
-        kind, shape = tensor.kind, tensor.shape
-        if kind not in FLOATS and kind not in BY_NAME:
+        tensor, rows = self.tensors[name], self._rows(name)
+        if tensor.kind in FLOATS:
+            return rows.view(FLOATS[tensor.kind]).to(self.dtype)
+        if tensor.kind not in BY_NAME:
             raise ValueError(
-                f"path: {name} of {self.path} is packed as {kind}, which is none of {', '.join(BY_NAME)}; convert it "
-                "with llama-quantize"
+                f"path: {name} of {self.header.path} is packed as {tensor.kind}, which is none of {', '.join(BY_NAME)};"
+                " convert it with llama-quantize"
             )
-        if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
-            raw = self._unpermuted(copied(tensor).view(shape[0], -1))
-        else:
-            raw = self._bytes(tensor).view(shape[0], -1)
-        if kind in FLOATS:
-            return raw.view(FLOATS[kind]).to(self.dtype)
-        return PackedMatrix(BY_NAME[kind], raw, shape[1])
+        return PackedMatrix(BY_NAME[tensor.kind], rows, tensor.shape[1])
 
-    def _unpermuted(self, rows: Tensor) -> Tensor:
-        """Rows of a head as transformers has them, its first half and then its second; the file has them in turns."""
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-
-    def _vector(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        kind = tensor.kind
+    def _vector(self, name: str) -> nn.Parameter:
+        kind = self.tensors[name].kind
         if kind not in FLOATS:
-            raise ValueError(f"path: {name} of {self.path} is packed as {kind}; expected plain floats")
-        value = self._bytes(tensor).view(FLOATS[kind]).to(self.dtype, copy=True)
-        if self.permuted and name.endswith(("q_proj.bias", "k_proj.bias")):
-            value = self._unpermuted(value[:, None])[:, 0]
-        return value
+            raise ValueError(f"path: {name} of {self.header.path} is packed as {kind}; expected plain floats")
+        value = self._rows(name).view(FLOATS[kind]).flatten().to(self.dtype, copy=True)
+        return nn.Parameter(value, requires_grad=False)
 
-    def _bytes(self, tensor: TensorEntry) -> Tensor:
+    def _rows(self, name: str) -> Tensor:
+        """Bytes [outputs, …] as they lie in the file; those of q and k in transformers' order.
+
+        That is the first half of a head and then its second; the file has them in turns.
+        """
+        tensor, config = self.tensors[name], self.model.config
+        outputs, part = tensor.shape[0], name.rpartition(".")[0]
+        if self.header.architecture in PERMUTED and part.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            rows = copied(tensor).view(-1, head_dim // 2, 2, tensor.nbytes // outputs)
+            return rows.transpose(1, 2).reshape(outputs, -1)
         path = tensor.path
         if path not in self.files:
             # Private pages of the file: nothing is read before it is used, nothing is ever written.
             self.files[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        return self.files[path][tensor.offset : tensor.offset + tensor.nbytes]
+        return self.files[path][tensor.offset : tensor.offset + tensor.nbytes].view(outputs, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
-from . import copies
 from .adapters import LibraryWeights, stored_in
 from .readonly import ReadOnly
+from .samples import samples, versions
 
 
 class Packed(nn.Module):
@@ -130,32 +131,32 @@ def matrix_of(module: Any) -> Tensor | PackedMatrix:
     if isinstance(module, Packed):
         return module.matrix
     if (stored := _readable(module)) is not None:
-        return copies.read(module, stored)
+        return _read(module, stored)
     matrix: Tensor = module.weight.detach()
     return matrix
 
 
+def _weights(module: Any) -> tuple[torch.dtype, torch.device, torch.Size]:
+    """Of a linear layer or an embedding, without unpacking anything; see the three functions below."""
+    if isinstance(module, Packed):
+        return module.like.dtype, module.packed.device, torch.Size((module.packed.shape[0], module.inputs))
+    weight = _readable(module) or module.weight
+    return weight.dtype, (weight if isinstance(weight, Tensor) else weight.tensors[0]).device, weight.shape
+
+
 def dtype_of(module: Any) -> torch.dtype:
     """Of the weights of a linear layer or an embedding, or of what they stand for."""
-    dtype: torch.dtype = (module.like if isinstance(module, Packed) else _readable(module) or module.weight).dtype
-    return dtype
+    return _weights(module)[0]
 
 
 def device_of_weights(module: Any) -> torch.device:
     """Where the weights of a linear layer or an embedding lie."""
-    if isinstance(module, Packed):
-        return module.packed.device
-    stored = _readable(module)
-    device: torch.device = (module.weight if stored is None else stored.tensors[0]).device
-    return device
+    return _weights(module)[1]
 
 
 def shape_of(module: Any) -> torch.Size:
     """Of the weights of a linear layer or an embedding: outputs and inputs."""
-    if isinstance(module, Packed):
-        return torch.Size((module.packed.shape[0], module.inputs))
-    shape: torch.Size = (_readable(module) or module.weight).shape
-    return shape
+    return _weights(module)[2]
 
 
 def as_packed(module: nn.Module) -> Packed | None:
@@ -165,7 +166,7 @@ def as_packed(module: nn.Module) -> Packed | None:
     stored = _readable(module)
     if stored is None:
         return None
-    return linear_over(module, copies.read(module, stored), stored.dtype)
+    return linear_over(module, _read(module, stored), stored.dtype)
 
 
 def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
@@ -193,3 +194,35 @@ def rounds_rows(model: nn.Module) -> bool:
 def packed_in(model: nn.Module) -> list[Packed]:
     """The modules with packed weights."""
     return [module for module in model.modules() if isinstance(module, Packed)]
+
+
+_copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], PackedMatrix]] = weakref.WeakKeyDictionary()
+"""Packed matrices that had to be copied out of a library's order; each is made once, and beside the library's own."""
+
+
+def _read(module: nn.Module, stored: LibraryWeights) -> PackedMatrix:
+    """The module's matrix as it is now; a copy is made anew only when a tensor that it was made of was changed."""
+    if (copy := _copies.get(module)) is not None and copy[0] == _content(stored):
+        return copy[1]
+    matrix = stored.read()
+    if any(matrix.data.data_ptr() == tensor.data_ptr() for tensor in stored.tensors):
+        _copies.pop(module, None)
+    else:
+        _copies[module] = _content(stored), matrix
+    return matrix
+
+
+def _content(stored: LibraryWeights) -> tuple[Any, ...]:
+    tensors = stored.tensors
+    return tuple(t.data_ptr() for t in tensors), versions(tensors), samples(tensors)
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """Bytes of the copies of a model's matrices."""
+    return sum(_copies[module][1].nbytes for module in model.modules() if module in _copies)
+
+
+def forget_copies(model: nn.Module) -> None:
+    """Let go of the copies of a model's matrices; who needs one makes it anew."""
+    for module in model.modules():
+        _copies.pop(module, None)

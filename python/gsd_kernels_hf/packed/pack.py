@@ -1,8 +1,9 @@
-"""A dense model's matrices packed in place."""
+"""Packed layers put into a model: a dense model's matrices packed, or a library's weights as they lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.packed import PACKERS, PackedMatrix, pack_matrix
 from gsd_kernels.ops.packed.api import FLOATS
 
-from .modules import Packed, PackedEmbedding, PackedLinear
+from .adapters import compressed_tensors, stored_in
+from .modules import Packed, PackedEmbedding, PackedLinear, linear_over
 
 
 @torch.no_grad()
@@ -48,6 +50,50 @@ def pack(model: PreTrainedModel, kind: str = "q8_0") -> PreTrainedModel:
     return replace(model, {name: _packed(module, matrices[id(module.weight)]) for name, module in layers.items()})
 
 
+@torch.no_grad()
+def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
+    """Put packed layers in the place of those that a library quantised, as their weights lie now; nothing is rounded.
+
+    For libraries that would rewrite them at the first forward: compressed-tensors makes all of them dense, bitsandbytes
+    rounds their scales to bfloat16 on CPUs with AVX512_BF16. :func:`~gsd_kernels_hf.api.patch` and ``generate`` read
+    all others in place; they need no call of this.
+
+    Args:
+        model: on a CPU, with layers of torchao, bitsandbytes, compressed-tensors (pack-quantized,
+            int-quantized) or gptqmodel, before its first forward. Those layers are replaced; what else it has stays.
+
+    Returns:
+        ``model``, in evaluation mode: that of the dense matrices that the library would dequantise its weights to, in
+        the model's dtype. Where those round activations to eight bits, so do these. It cannot be trained or saved.
+
+    Raises:
+        TypeError, ValueError: no quantised layers, or some that are not read; the model is left as it was.
+    """
+    check_model(model)
+    layers: dict[str, Packed] = {}
+    for name, module in model.named_modules():
+        stored = stored_in(module)
+        if stored is None:
+            continue
+        if stored.problem is not None:
+            raise ValueError(f"model: {name} {stored.problem}, so it cannot be kept packed")
+        fits = stored.any_dtype or stored.dtype == model.dtype
+        if not fits or any(tensor.device.type != "cpu" for tensor in stored.tensors):
+            place = stored.tensors[0].device
+            raise ValueError(f"model: {name} stands for {stored.dtype} on {place}; expected {model.dtype} on a CPU")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
+        layers[name] = linear_over(module, stored.read(), model.dtype)
+    if not layers:
+        raise ValueError(
+            f"model: {type(model).__name__} has no layers that a library quantised; this comes before its first "
+            "forward, and gsd_kernels.pack packs a dense model"
+        )
+    replace(model, layers)
+    compressed_tensors.release(model)
+    return model
+
+
 def check_model(model: Any) -> None:
     """Raise unless layers of ``model`` may be replaced."""
     if not isinstance(model, PreTrainedModel):
@@ -59,11 +105,11 @@ def check_model(model: Any) -> None:
 def replace(model: PreTrainedModel, modules: Mapping[str, Packed]) -> PreTrainedModel:
     """Put packed layers into a model in the place of those of the same names; it is for inference from there on."""
     for name, module in modules.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, module)
+        model.set_submodule(name, module)
     if modules and not any(parameter.is_floating_point() for parameter in model.parameters()):
         next(iter(modules.values())).stand_in()
-    vars(model)["save_pretrained"] = _refuse
+    why = "packed weights have no checkpoint format here; save the model before it is so"
+    model.save_pretrained = partial(refuse_to_save, why)
     return model.eval()
 
 
@@ -89,6 +135,6 @@ def _packed(module: nn.Linear | nn.Embedding, matrix: PackedMatrix) -> Packed:
     return PackedLinear(matrix, module.weight.dtype, None if module.bias is None else module.bias.detach())
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuses: no checkpoint holds such weights."""
-    raise ValueError("save_pretrained: packed weights have no checkpoint format here; save the model before it is so")
+def refuse_to_save(why: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise in the place of a model's ``save_pretrained``, which its argument ``why`` says."""
+    raise ValueError(f"save_pretrained: {why}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as nested
 
 IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()}
 WRITES = {"__setitem__", "__set__", "__delete__", *IN_PLACE}
@@ -32,11 +33,15 @@ class ReadOnly(Tensor):
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place or name in WRITES or given.get("inplace"):
             written += [*args, *given.values()][:1]
-        refuse(written, name)
-        held = [value for value in (*args, *given.values()) if isinstance(value, ReadOnly)]
+        if any(isinstance(value, ReadOnly) for value in nested.tree_leaves(written)):
+            raise ValueError(
+                f"weight: {name} would write to a packed layer's weight, which is unpacked anew at every access; "
+                "write to weight.clone(), or change the dense model and pack it"
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **given)
-        return kept(result, {tensor.as_subclass(Tensor).untyped_storage().data_ptr() for tensor in held})
+            held = [value for value in nested.tree_leaves((args, given)) if isinstance(value, ReadOnly)]
+            storages = {tensor.untyped_storage().data_ptr() for tensor in held}
+            return nested.tree_map(lambda value: kept(value, storages), func(*args, **given))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
@@ -45,25 +50,10 @@ class ReadOnly(Tensor):
         return self.clone().__reduce_ex__(protocol)
 
 
-def refuse(written: Iterable[Any], name: str) -> None:
-    """Raise where one of these, or of the lists in them, is read only."""
-    for value in written:
-        if isinstance(value, (list, tuple)):
-            refuse(value, name)
-        if isinstance(value, ReadOnly):
-            raise ValueError(
-                f"weight: {name} would write to a packed layer's weight, which is unpacked anew at every access; "
-                "write to weight.clone(), or change the dense model and pack it"
-            )
-
-
 def kept(result: Any, storages: set[int]) -> Any:
-    """The value that a function returned, read only where it shares storage with what it was given."""
-    if type(result) in (list, tuple):
-        return type(result)(kept(value, storages) for value in result)
+    """A value that a function returned, read only where it shares storage with what it was given."""
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
     if not isinstance(result, Tensor):
         return result
-    plain = result.as_subclass(Tensor)
-    return plain.as_subclass(ReadOnly) if plain.untyped_storage().data_ptr() in storages else plain
+    return result.as_subclass(ReadOnly if result.untyped_storage().data_ptr() in storages else Tensor)

@@ -47,9 +47,9 @@ class Acceptance:
         self.share, self.steps = prior(), PRIOR_STEPS
         self.came = np.zeros(2)  # drafted tokens that were accepted, and that were predicted to be, of late
 
-    def count_less(self, most: float = KNOWN_STEPS) -> None:
-        """Let the next steps count for more, as of another text: all before them for ``most``."""
-        self.steps = min(self.steps, most)
+    def count_less(self) -> None:
+        """Let the next steps count for more, as of another text: all before them for :data:`KNOWN_STEPS`."""
+        self.steps = min(self.steps, KNOWN_STEPS)
 
     def hope(self, part: float, *, lookups: bool) -> None:
         """Believe by ``part`` more that levels of a model are easy, with ``lookups`` all others: no step shows them."""

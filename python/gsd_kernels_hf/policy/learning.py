@@ -13,7 +13,9 @@ draft model has to read the prompt too: the first token comes before that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +24,8 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.config import PLAIN
 
 from ..costs.model import CostModel
+from ..records import Verified
 from .acceptance import Acceptance
-from .base import Observation, Plan
-from .fixed import FixedPolicy
 from .row_selector import EdgeModel, RowSelector
 from .settings import Automatic
 
@@ -45,6 +46,75 @@ EASY_TOKENS = 6.0  # of a step whose rows are chosen, in an easy text
 PRIOR_TOKENS, PRIOR_ROWS = 2.0, 8.0  # of a step whose rows are chosen, before any was taken
 PRIOR_STEPS, MEAN_STEPS = 4.0, 32.0  # that these count for, and steps of a running mean
 MAX_BATCH = 64  # of which the last choice is kept apart
+
+
+class Plan(NamedTuple):
+    """The next step as a policy wants it.
+
+    Attributes:
+        shape: of its graph; ``None`` is plain decoding.
+        rows: chooses the rows that are forwarded, where the host may decide; ``None``: all.
+    """
+
+    shape: GraphConfig | None
+    rows: RowSelector | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The outcome of a step.
+
+    Attributes:
+        verified: its record, valid until the next step. ``None`` where that is queued already, in replays and tests:
+            only the figures below are known.
+        tokens: emitted by every sequence; 0 for one that was finished before.
+        rows: that the target computed, of each sequence.
+        target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
+        late: whether another shape was chosen since it was planned.
+    """
+
+    verified: Verified | None
+    tokens: Sequence[int]
+    rows: int
+    target_seconds: float = 0.0
+    other_seconds: float = 0.0
+    late: bool = False
+
+
+class FixedPolicy:
+    """``config`` in every step; ``None`` is plain decoding."""
+
+    def __init__(self, config: GraphConfig | None) -> None:
+        self.config = config
+
+    def plan(self) -> Plan:
+        """The next step."""
+        return Plan(self.config)
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from a step: nothing. Called once after each, before the next plan or before the one behind that."""
+
+    def without_model(self, *, reuses: bool) -> FixedPolicy:
+        """End, and what goes on where no source forwards a model any more; within the largest shapes.
+
+        It has the shape's levels without those of a model; where there are no others, as many are looked up, if a
+        source ``reuses`` what is there and proposes without a forward.
+        """
+        config = self.config
+        if config is None or not reuses:
+            return FixedPolicy(None)
+        depth, width = config.history_depth, config.history_width
+        if not depth:
+            depth, width = config.depth, config.width
+        path = min(int(config.max_path or 0), depth)
+        return FixedPolicy(config.replace(depth=0, history_depth=depth, history_width=width, max_path=path))
+
+    def end(self) -> None:
+        """Keep what was learned, after the last step: nothing."""
+
+    def largest_shapes(self) -> list[GraphConfig]:
+        """The shapes that caches and buffers are sized for."""
+        return [] if self.config is None else [self.config]
 
 
 class Experience:
@@ -92,7 +162,7 @@ class Experience:
 
 
 class LearningPolicy:
-    """Plans the steps of one generation; see :class:`~gsd_kernels_hf.policy.base.Policy`.
+    """Plans the steps of one generation: their shapes, and which of their rows are forwarded.
 
     Args:
         experience: of the pair.
@@ -296,3 +366,7 @@ class LearningPolicy:
         self.experience.last[min(self.batch, MAX_BATCH) - 1] = settled
         if self.save is not None:
             self.save()
+
+
+Policy = FixedPolicy | LearningPolicy
+"""Plans every step of one generation."""

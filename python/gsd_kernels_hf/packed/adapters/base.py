@@ -41,10 +41,6 @@ class LibraryWeights:
     rounds_rows: bool = False
     any_dtype: bool = False
 
-    def is_for(self, dtype: torch.dtype) -> bool:
-        """Return whether the layer belongs into a model of ``dtype``."""
-        return self.any_dtype or self.dtype == dtype
-
     @property
     def nbytes(self) -> int:
         """Bytes that the library keeps."""

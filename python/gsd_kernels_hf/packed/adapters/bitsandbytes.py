@@ -98,10 +98,8 @@ def scales_of(state: Any) -> Tensor:
     """float32, in the order of the weights."""
     from bitsandbytes.functional import dequantize_blockwise
 
-    if not state.nested:
-        scales: Tensor = state.absmax.float().contiguous()
-        return scales
-    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    return scales.float().contiguous()
 
 
 def in_rows(rewritten: Tensor, inputs: int) -> Tensor:

@@ -1,7 +1,7 @@
 """compressed-tensors: ``nn.Linear`` modules whose weights are integers. Read from compressed-tensors 0.20.
 
 The library has no products for them: the model's first forward makes all of them dense. Before it they can be kept, see
-:func:`gsd_kernels_hf.packed.keep.keep_packed`. In its format pack-quantized a row's codes lie in words of 32 bits, the
+:func:`gsd_kernels_hf.packed.pack.keep_packed`. In its format pack-quantized a row's codes lie in words of 32 bits, the
 first in the lowest ones. Its int-quantized has bytes; activations of eight bits, where a model has them, are floats
 again when they are multiplied.
 """
