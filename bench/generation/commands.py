@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import typer
 
@@ -14,11 +13,9 @@ from gsd_kernels_cli import values
 from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.output import INTERRUPTED
 
-from ..lib.options import device_of, dtype_of, join, listed, quiet, show
+from ..lib.options import device_of, dtype_of, join, keep, listed, quiet
 from .names import check_ways
-from .options import OF_PROMPTS, OfAModel, OfGenerate, OfPrompt, OfReal, OfSources
-
-Given = TypeVar("Given", OfGenerate, OfPrompt, OfReal, OfSources)
+from .options import OF_PROMPTS, OfGenerate, OfPrompt, OfReal, OfSources
 
 
 @with_groups
@@ -30,18 +27,17 @@ def real(*, given: OfReal) -> None:
     given = _named(given)
     ways = listed(given.ways)
     check_ways(ways)
-    from .real.run import name_of, run
+    from .real import run
     from .report import engines_table, kinds_table, lengths_table, remarks, verdicts
 
     quiet()
     if given.quick:
         given = replace(given, new_tokens=min(given.new_tokens, 32), limit=1)
-    called = given.name or name_of(given)
-    result = run(given, ways, given.out, called)
-    files, data = result.write(given.out, called), asdict(result)
+    name, result = run.real(given, ways)
+    data = asdict(result)
     known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
     lengths = f"\n\n{lengths_table(data)}" if given.prompts is not None else ""
-    show(files, f"{known}{engines_table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", result.missing)
+    keep(given.out, name, data, f"{known}{engines_table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", result.missing)
     if result.stopped:
         raise typer.Exit(INTERRUPTED)
 
@@ -54,11 +50,11 @@ def sources(*, given: OfSources) -> None:
     """
     given = _named(given)
     rows = _numbers("--rows", given.rows, "8,16,64,auto", range(2, 129), "numbers from 2 to 128 or auto", "auto")
-    from .real.counted import run, table
+    from .real import run
 
     quiet()
-    called, data = run(given, rows)
-    _keep(given, called, data, table(data["counts"]))
+    name, data = run.sources(given, rows)
+    keep(given.out, given.name or name, data, run.sources_table(data["counts"]), {})
 
 
 @with_groups
@@ -73,11 +69,11 @@ def prompt(*, given: OfPrompt) -> None:
     lengths = _numbers(
         "--lengths", given.lengths, "16,64,256,1024,4096", range(2, 1 << 31), "numbers of tokens, at least 2"
     )
-    from .real.prompt import run, table
+    from .real import run
 
     quiet()
-    called, data = run(given, lengths, ways or OF_PROMPTS)
-    _keep(given, called, data, table(data))
+    name, data = run.prompt(given, lengths, ways or OF_PROMPTS)
+    keep(given.out, given.name or name, data, run.prompt_table(data), data["missing"])
 
 
 @with_groups
@@ -95,25 +91,16 @@ def generate(*, given: OfGenerate) -> None:
         given = replace(given, target_shape="none", prompts=min(given.prompts, 2), new_tokens=min(given.new_tokens, 16))
     if given.model is not None:
         given = replace(given, target_shape="none")
-    parts = [
-        "generate",
-        given.target_shape if given.model is None else Path(given.model).stem,
-        str(kind).removeprefix("torch."),
-        *([f"tp{processes}"] * given.tp),
-        *(["quick"] * given.quick),
-    ]
     quiet()
-    name = given.name or "-".join(parts)
-    if not is_first():
-        with ExitStack() as silence:
+    with ExitStack() as silence:
+        if not is_first():
             silence.enter_context(redirect_stderr(silence.enter_context(open(os.devnull, "w"))))
-            run(given, where, kind, processes, listed(given.competitors))
-        return
-    report = run(given, where, kind, processes, listed(given.competitors), folder=given.out, name=name)
-    show(report.write(given.out, name), pair_table(asdict(report)), report.missing)
+        name, report = run(given, where, kind, processes, listed(given.competitors))
+    if is_first():
+        keep(given.out, name, report, pair_table(asdict(report)), report.missing)
 
 
-def _named(given: Given) -> Given:
+def _named(given: Any) -> Any:
     """The same options, the model in its one place."""
     return replace(given, place=None, model=values.named_once(given.place, given.model))
 
@@ -131,10 +118,3 @@ def _numbers(
         if each not in others and not (each.isdecimal() and int(each) in known):
             raise ValueError(f"{option}: expected {expected}, got {each!r}")
     return [each if each in others else int(each) for each in found]
-
-
-def _keep(given: OfAModel, name: str, data: dict, table: str) -> None:
-    """Write a benchmark's result and show it."""
-    from ..lib.report import write
-
-    show([write(given.out, given.name or name, data)], table, data.get("missing", {}))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from gsd_kernels_cli import comparison
 from gsd_kernels_hf.engine import engine
 from gsd_kernels_hf.sources.load import source_of
 
-from ..lib.missing import Missing, reason
+from ..lib.report import Missing, lacking, reason
 from .configs import PROMPT_LOOKUP_TOKENS, fixed_configs
 from .pairs import Pair
 
@@ -40,6 +40,7 @@ OURS = {
     "history-auto": "history@auto",
     AUTO: "model@auto",
 }
+NO_DRAFT = "no draft model was given"
 SOURCES = ("model", "heads", "eagle3", "dflash", "history")
 DEFAULT = (*THEIRS, PLAIN, "chain", "tree", "graph", "history", AUTO)
 """Others are raced where they are asked for."""
@@ -49,53 +50,37 @@ Decode = Callable[[Tensor, int, int], comparison.Run]
 """(prompt [1, P], new tokens, seed) → what was decoded."""
 
 
-@dataclass(frozen=True)
-class Competitor:
-    """A way of decoding, or why it is missing."""
-
-    name: str
-    decode: Decode | None = None
-    missing: str | None = None
-
-    def timed(self, ids: Tensor, new_tokens: int, seed: int) -> tuple[list[int], float, comparison.Run]:
-        """Decode: the new tokens, the seconds that it took, and everything else."""
-        assert self.decode is not None
-        comparison.wait_for(ids.device)
-        begin = time.perf_counter()
-        decoded = self.decode(ids, new_tokens, seed)
-        comparison.wait_for(ids.device)
-        seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
-        return decoded.tokens, seconds, decoded
+Ways = dict[str, Decode]
+"""Ways of decoding by name; one that cannot take part raises, and says why."""
 
 
-class Kept(Protocol):
-    """A report's part on who takes part."""
+def timed(decode: Decode, ids: Tensor, new_tokens: int, seed: int) -> comparison.Run:
+    """Decode a prompt, and note the seconds that it took."""
+    comparison.wait_for(ids.device)
+    begin = time.perf_counter()
+    decoded = decode(ids, new_tokens, seed)
+    comparison.wait_for(ids.device)
+    return decoded if decoded.seconds is not None else replace(decoded, seconds=time.perf_counter() - begin)
 
-    missing: dict[str, str]
-    setup_seconds: dict[str, float]
 
+def warmed_up(ways: Ways, ids: Tensor, tokens: Callable[[str], int]) -> tuple[Ways, dict[str, str], dict[str, float]]:
+    """Let every way decode so many ``tokens`` once; an error of ours is raised.
 
-def warmed_up(
-    ways: Iterable[Competitor], ids: Tensor, tokens: Callable[[Competitor], int], kept: Kept
-) -> list[Competitor]:
-    """Let every way decode so many ``tokens`` once; those that work. An error of ours is raised."""
-    racing = []
-    for way in ways:
-        if way.decode is None:
-            kept.missing[way.name] = way.missing or ""
-            continue
-        print(f"warming up {way.name}", file=sys.stderr, flush=True)
+    Returns: the ways that work, why the others do not, and the seconds that the first took.
+    """
+    racing, missing, seconds = {}, {}, {}
+    for name, decode in ways.items():
+        print(f"warming up {name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            way.decode(ids, tokens(way), 0)
+            decode(ids, tokens(name), 0)
         except Exception as error:
-            if is_ours(way.name) or way.name.startswith("gsd-"):
+            if not isinstance(error, Missing) and (is_ours(name) or name.startswith("gsd-")):
                 raise
-            kept.missing[way.name] = reason(error)
-            continue
-        kept.setup_seconds[way.name] = time.perf_counter() - begin
-        racing.append(way)
-    return racing
+            missing[name] = reason(error)
+        else:
+            racing[name], seconds[name] = decode, time.perf_counter() - begin
+    return racing, missing, seconds
 
 
 def is_ours(name: str) -> bool:
@@ -127,7 +112,7 @@ def competitors(
     temperature: float = 0.0,
     backend: str = "auto",
     quick: bool = False,
-) -> list[Competitor]:
+) -> Ways:
     """The named ones, in the given order.
 
     Raises:
@@ -135,31 +120,38 @@ def competitors(
     """
     check_names(names)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    found = []
-    for name in dict.fromkeys(names):
+    found: Ways = {}
+    for name in names:
         try:
             ours = is_ours(name)
-            decode = _ours(name, pair, backend=backend, **sampling) if ours else _theirs(name, pair, sampling, quick)
-            found.append(Competitor(name, decode))
+            found[name] = (
+                _ours(name, pair, backend=backend, **sampling) if ours else _theirs(name, pair, sampling, quick)
+            )
         except Missing as error:
-            found.append(Competitor(name, missing=reason(error)))
+            found[name] = lacking(str(error))
     return found
 
 
 def _theirs(name: str, pair: Pair, options: dict[str, Any], quick: bool) -> Decode:
-    target = pair.target
-    if name == STATIC:
-        return _static(target, options, quick)
     if name in ASSISTED:
         if pair.draft is None:
-            raise Missing("no draft model was given")
-        return _seeded(comparison.assisted(target, pair.draft, ASSISTED[name], **options))
-    lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if name == LOOKUP else {}
-    return _seeded(comparison.plain(target, **options, **lookup))
+            raise Missing(NO_DRAFT)
+        return decoding(comparison.assisted(pair.target, pair.draft, ASSISTED[name], **options))
+    if name == LOOKUP:
+        options = {**options, "prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+    if name == STATIC:
+        if quick:
+            raise Missing("compiling it takes longer than --quick allows")
+        config = CompileConfig()
+        if pair.target.device.type == "cpu":
+            config._compile_all_devices = True
+            config.mode = "default"  # the other modes are about CUDA graphs
+        options = {**options, "cache_implementation": "static", "compile_config": config}
+    return decoding(comparison.plain(pair.target, counted=name != STATIC, **options))
 
 
-def _seeded(contender: comparison.Contender) -> Decode:
-    """Decode with transformers' own random numbers."""
+def decoding(contender: comparison.Contender) -> Decode:
+    """A contender as a way, with the seed for transformers' own random numbers."""
 
     def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Run:
         torch.manual_seed(seed)
@@ -170,19 +162,6 @@ def _seeded(contender: comparison.Contender) -> Decode:
 
 def inputs_of(ids: Tensor) -> comparison.Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _static(target: PreTrainedModel, options: dict[str, Any], quick: bool) -> Decode:
-    if quick:
-        raise Missing("compiling it takes longer than --quick allows")
-    from transformers import CompileConfig
-
-    config = CompileConfig()
-    if target.device.type == "cpu":
-        config._compile_all_devices = True
-        config.mode = "default"  # the other modes are about CUDA graphs
-    options = {**options, "cache_implementation": "static", "compile_config": config}
-    return _seeded(comparison.plain(target, counted=False, **options))
 
 
 @contextmanager
@@ -198,7 +177,7 @@ def new_sessions(target: PreTrainedModel) -> Iterator[None]:
 def _ours(name: str, pair: Pair, **options: Any) -> Decode:
     sources, shape = parsed(name)
     if pair.draft is None and "model" in sources and name.removesuffix(NEW) != AUTO:  # which then has the history
-        raise Missing("no draft model was given")
+        raise Missing(NO_DRAFT)
     own: dict[str, Any] = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
     own |= {"heads": "heads"} if pair.heads is not None else {}
     missing = [source for source in sources if source not in ("model", "history", *own)]

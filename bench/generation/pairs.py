@@ -86,7 +86,7 @@ def load_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, *, te
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
-        ValueError: heads that do not divide among the processes.
+        ValueError: heads that do not divide among the processes, or prompts longer than the model's positions.
     """
     is_demo, shape = given.pair == "demo", given.target_shape
     source, draft, raw = (_demo if is_demo else _tiny)(given.text, given.prompts, given.fresh)
@@ -97,6 +97,9 @@ def load_pair(given: OfGenerate, device: torch.device, dtype: torch.dtype, *, te
     if is_demo and shape == "none" and not tensor_parallel:
         extras = {"drafters": embedded(target), "heads": DraftHeads.from_pretrained(heads_folder(), target)}
     prompts = [Prompt(name, given.text, ids.to(device)) for name, ids in raw]
+    if given.prompt_tokens is not None:
+        limit = target.config.max_position_embeddings - given.new_tokens
+        prompts = of_length(prompts, given.prompt_tokens, limit)
     return Pair(given.pair, target, draft, prompts, **extras)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import sys
@@ -16,11 +17,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gsd_kernels_cli.busy import Others, distrust
-from gsd_kernels_cli.comparison import first_divergence
+from gsd_kernels_cli.comparison import Run, first_divergence
 from gsd_kernels_cli.ranks import from_first
-from gsd_kernels_hf.engine.stats import GenerationStats
 
-from .competitors import UNDRAFTED, Competitor
+from ..lib.report import write
+from .competitors import UNDRAFTED, Ways, timed
+from .names import ENGINES, OURS, plain_of
 from .pairs import Prompt
 from .report import Report
 
@@ -37,8 +39,6 @@ class Race:
         report: kept up with every prompt.
         new_tokens: at most; a text may end before.
         references: by a way's name the ways that its text is held against, each with its field of a run.
-        judged: whether a way computes what the model does, so that a text that parts is explained.
-        ours: whether a way is among those that no round leaves out.
         following: the prompt behind an answer's tokens; ``None`` where nothing more is asked.
         ends: tokens that end a text.
         rounds: over all prompts. In the first everyone decodes, later those who matter for the comparison.
@@ -52,8 +52,6 @@ class Race:
     report: Report
     new_tokens: int
     references: Callable[[str], dict[str, str]]
-    judged: Callable[[str], bool]
-    ours: Callable[[str], bool]
     following: Callable[[Prompt, list[int]], Prompt | None] = lambda prompt, answer: None
     ends: tuple[int, ...] = ()
     rounds: int = 1
@@ -63,7 +61,7 @@ class Race:
     folder: Path | None = None
     name: str = ""
 
-    def run(self, racing: list[Competitor], prompts: Sequence[Prompt]) -> None:
+    def run(self, racing: Ways, prompts: Sequence[Prompt]) -> None:
         """Let everyone decode every prompt, beginning with another one each time; a file is written after each.
 
         A chat of several turns goes on with the first way's answers, the same for all ways and rounds. Ctrl-C and
@@ -72,31 +70,24 @@ class Race:
         Raises:
             KeyboardInterrupt: it was ended before the first prompt was decoded.
         """
-        try:
-            self._rounds(racing, prompts)
-        except KeyboardInterrupt:
-            if not self.report.runs:
-                raise
-            self.report.stopped = True
-
-    def _rounds(self, racing: list[Competitor], prompts: Sequence[Prompt]) -> None:
         begin, others, report = time.perf_counter(), Others(), self.report
-        answers: dict[str, list[int]] = {}
-        for round_ in range(self.rounds):
-            if round_:
-                racing = self._still(racing)
-            for number, first in enumerate(prompts):
+        names, answers = [*racing], dict[str, list[int]]()
+        try:
+            for round_, (number, first) in itertools.product(range(self.rounds), enumerate(prompts)):
                 spent = from_first(time.perf_counter() - begin)
                 if number and spent * (number + 1) / number > self.seconds:
                     self._say(f"{number} of {len(prompts)} prompts in {spent:.0f} s")
                     return
-                turn = (number + round_) % len(racing)
+                if round_ and not number:
+                    names = self._still(names)
+                turn = (number + round_) % len(names)
                 prompt: Prompt | None = first
                 while prompt is not None:
                     where = f"round {round_ + 1}/{self.rounds}, prompt {number + 1}/{len(prompts)}"
-                    answer = self._turn(racing[turn:] + racing[:turn], prompt, number, round_, where)[racing[0].name]
+                    order = {name: racing[name] for name in names[turn:] + names[:turn]}
+                    answer = self._turn(order, prompt, number, round_, where)[names[0]]
                     prompt = self.following(prompt, answers.setdefault(prompt.name, answer))
-                report.summarise([way.name for way in racing] if not round_ else None)
+                report.summarise(None if round_ else names)
                 report.seconds = time.perf_counter() - begin
                 report.others_share = others.share()
                 report.busy = distrust(report.others_share)
@@ -104,40 +95,44 @@ class Race:
                 if number == round_ == 0 and left:
                     self._say(_estimate(report.seconds, left))
                 if self.folder is not None:
-                    report.write(self.folder, self.name)
+                    write(self.folder, self.name, report)
+        except KeyboardInterrupt:
+            if not report.runs:
+                raise
+            report.stopped = True
 
-    def _turn(
-        self, racing: list[Competitor], prompt: Prompt, number: int, round_: int, where: str
-    ) -> dict[str, list[int]]:
+    def _turn(self, racing: Ways, prompt: Prompt, number: int, round_: int, where: str) -> dict[str, list[int]]:
         """Everyone's text of a prompt. Runs are kept at once: a prompt counts that everyone has decoded."""
         self.report.prompts[prompt.name] = prompt.about()
         texts: dict[str, list[int]] = {}
         runs = []
         seed = number if self.temperature else round_  # engines that remember texts begin a round without them
-        for way in racing:
-            self._say(f"{where}, {way.name}")
-            texts[way.name], measured = self._decoded(way, prompt, seed)
-            runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
+        for way, decode in racing.items():
+            self._say(f"{where}, {way}")
+            texts[way], measured = self._measured(way, timed(decode, prompt.input_ids, self.new_tokens, seed))
+            runs.append({"prompt": prompt.name, "way": way, "round": round_, **measured})
         for run in runs:
             run.update(self._compared(prompt, texts, run["way"], seed))
         self.report.runs += runs
         return texts
 
-    def _decoded(self, way: Competitor, prompt: Prompt, seed: int) -> tuple[list[int], dict[str, Any]]:
-        """The new tokens without the end's, which not every engine gives, and what they took."""
-        tokens, seconds, decoded = way.timed(prompt.input_ids, self.new_tokens, seed)
-        ended = next((place for place, token in enumerate(tokens) if token in self.ends), None)
-        stats = decoded.stats
-        if way.name in UNDRAFTED and stats is not None and stats.target_rows > stats.steps:
-            raise RuntimeError(f"{way.name} drafted: {stats.target_rows} rows in {stats.steps} steps")
-        text = tokens[:ended]
+    def _measured(self, way: str, decoded: Run) -> tuple[list[int], dict[str, Any]]:
+        """The new tokens without the end's, which not every engine gives, and what they took.
+
+        Seconds beside the models are of captures, the host, what comes before and after.
+        """
+        stats, seconds = decoded.stats, decoded.seconds or 0.0
+        if way in UNDRAFTED and stats is not None and stats.target_rows > stats.steps:
+            raise RuntimeError(f"{way} drafted: {stats.target_rows} rows in {stats.steps} steps")
+        ended = next((place for place, token in enumerate(decoded.tokens) if token in self.ends), None)
+        text = decoded.tokens[:ended]
         return text, {
             "tokens": max(1, len(text)),
             "ended": ended is not None,
             "seconds": seconds,
             "steps": decoded.target_forwards,
             "rows_per_step": stats.target_rows / stats.steps if stats is not None and stats.steps else None,
-            "beside_seconds": None if stats is None else seconds - _forwards(stats),
+            "beside_seconds": stats and seconds - sum(stats.seconds.get(part, 0.0) for part in FORWARDS),
             **({"stats": stats and stats.as_dict()} if self.with_stats else {}),
         }
 
@@ -148,26 +143,21 @@ class Race:
             if reference not in texts or reference == way:
                 continue
             result[key] = texts[way] == texts[reference]
-            if key == "same" and not result[key] and self.judged(way):
+            if key == "same" and not result[key] and plain_of(way) not in ENGINES:
                 both = (texts[reference], texts[way])
                 options = {"temperature": self.temperature, "seed": seed}
                 parted = first_divergence(self.model, prompt.input_ids, *both, **options)
                 result["divergence"] = None if parted is None else parted.as_dict()
         return result
 
-    def _still(self, racing: list[Competitor]) -> list[Competitor]:
+    def _still(self, racing: list[str]) -> list[str]:
         """Ours, and whoever is not far behind the fastest of the others."""
         rates = {row["way"]: row["tokens_per_second"] for row in self.report.summary}
-        fastest = max((rate for way, rate in rates.items() if not self.ours(way)), default=0.0)
-        return [way for way in racing if self.ours(way.name) or rates[way.name] >= SLOW_SHARE * fastest]
+        fastest = max((rate for way, rate in rates.items() if way not in OURS), default=0.0)
+        return [way for way in racing if way in OURS or rates[way] >= SLOW_SHARE * fastest]
 
     def _say(self, what: str) -> None:
         print(f"{self.report.case}: {what}", file=sys.stderr, flush=True)
-
-
-def _forwards(stats: GenerationStats) -> float:
-    """Seconds in which target or draft forwarded; the rest are captures, the host, what comes before and after."""
-    return sum(stats.seconds.get(part, 0.0) for part in FORWARDS)
 
 
 def _estimate(seconds: float, left: int) -> str:
@@ -183,10 +173,7 @@ def terminable() -> Iterator[None]:
         yield
         return
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, Columns, table, write
-from .names import HF, HISTORY, LABELS, OURS, PACKED_HISTORY, PLAIN, plain_of
+import numpy as np
 
+from ..lib.report import SCHEMA, Columns, table
+from .names import HF, HISTORY, LABELS, OURS, PACKED, PACKED_HISTORY, PLAIN, plain_of
+
+RESAMPLES = 10_000  # of prompts, for an interval
 MIN_PROMPTS = 6  # prompts that give a ratio an interval
 NARROW_BITS = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
@@ -55,23 +56,30 @@ class Report:
     stopped: bool = False
     schema: int = SCHEMA
 
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name``.json; the files written."""
-        return [write(folder, name, asdict(self))]
+    def ratio(self, ours: str, theirs: str) -> dict[str, float | None]:
+        """Of rates, total tokens over total seconds of the prompts that both decoded; with its 95% interval.
 
-    def ratio(self, ours: str, theirs: str) -> dict[str, Any]:
-        """Of rates, over the prompts that both decoded."""
-        a, b = (_totals([run for run in self.runs if run["way"] == way]) for way in (ours, theirs))
-        both = [prompt for prompt in a if prompt in b]
-        return asdict(paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=MIN_PROMPTS))
+        Prompts are drawn with replacement, the same ones on both sides. Few of them give no interval: what is drawn of
+        two or three varies too little.
+        """
+        found = [_totals([run for run in self.runs if run["way"] == way]) for way in (ours, theirs)]
+        both = [prompt for prompt in found[0] if prompt in found[1]]
+        a, b = (np.array([totals[prompt] for prompt in both]) for totals in found)  # [prompts, 2]
+
+        def over(chosen: Any) -> Any:
+            (tokens, seconds), (their_tokens, their_seconds) = (of[chosen].sum(-2).T for of in (a, b))
+            return tokens / seconds / (their_tokens / their_seconds)
+
+        low = high = None
+        if len(both) >= MIN_PROMPTS:
+            drawn = np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))
+            low, high = np.quantile(over(drawn), (0.025, 0.975)).tolist()
+        return {"value": float(over(slice(None))), "low": low, "high": high}
 
     def bits(self, way: str) -> float:
         """A weight."""
-        known = {name: note["bits"] for name, note in self.peers.items() if "bits" in note}
-        names = [name for name in known if f"{way}-".startswith(f"{name}-")]
-        if names:
-            return known[max(names, key=len)]
-        return {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}[self.settings["dtype"]]
+        note = self.peers.get(PACKED if way.startswith(PACKED) else plain_of(way), {})
+        return note.get("bits", int(self.settings["dtype"].rpartition("float")[2]))
 
     def summarise(self, names: Sequence[str] | None = None) -> None:
         """Make the summary anew of ``names``; by default of those that are in it."""
@@ -160,7 +168,9 @@ def _decimals(number: float | None, scale: float = 1.0) -> str:
 
 
 def _interval(ratio: dict[str, Any] | None) -> str:
-    return "–" if ratio is None else str(Ratio(**ratio))
+    if ratio is None:
+        return "–"
+    return f"{ratio['value']:.2f}" + ("" if ratio["low"] is None else f" ({ratio['low']:.2f}–{ratio['high']:.2f})")
 
 
 RATE: Columns = {"tokens/s": lambda row: f"{row['tokens_per_second']:.1f}"}
@@ -225,7 +235,7 @@ def verdicts(data: dict[str, Any]) -> list[str]:
         "narrow": "the fastest other with fewer",
         "transformers": "transformers' fastest",
     }
-    strongest, gained = data["strongest"], {way: Ratio(**ratio) for way, ratio in data["ratios"].items()}
+    strongest, gained = data["strongest"], {way: _interval(ratio) for way, ratio in data["ratios"].items()}
     sentences = [
         (way := strongest.get(group), f"{{}} times {what} ({LABELS.get(way)})") for group, what in said.items()
     ]

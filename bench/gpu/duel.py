@@ -12,24 +12,23 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 from gsd_kernels.backends import FIRST, compiled_first, unavailable_reason
 from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.configs import fixed_configs
-from ..kernels import attention, commit, merge, sample
-from ..lib.compilations import compilations, summary
+from ..kernels.cases import CASES
 from ..lib.runner import Settings
 from ..lib.runner import run as run_case
 from . import pair
+from .graphs import compilations, summary
 from .right import passed
 from .work import Work, points, switched
 
 FORMS = ("triton", "cuda")
 SHAPE = "llama-3-8b"
-ROWS: dict[ModuleType, tuple[int, ...]] = {merge: (16, 64), sample: (16, 64), commit: (8,)}
+ROWS = {"merge": (16, 64), "sample": (16, 64), "commit": (8,)}
 ATTENTION = (("llama-3-8b", 1024), ("llama-3-8b", 4096), ("llama-3.2-1b", 1024))
 ATTENTION_ROWS = (16, 64)
 ATTENDS = "dag_attention"
@@ -39,26 +38,30 @@ WORTH = 1.3  # times as long CUDA C++ may take, before Triton's form is worth it
 STEPS = dict(zip(FORMS, FIRST, strict=True))  # what GSD_KERNELS_CUDA_FIRST says
 
 
-def run(work: Work) -> None:
-    """The points of ``attention`` or of ``duel``."""
+def forms(work: Work) -> tuple[str, str]:
+    """The backends that are compared."""
+    if not work.rehearse:
+        return FORMS
     own = "cpu" if unavailable_reason("cpu", work.device) is None else "reference"
-    backends = ("reference", own) if work.rehearse else FORMS
-    if work.rehearse:
-        work.skip(f"backends triton and cuda, FlashInfer: {' and '.join(backends)} take their places")
-    if work.stage.name == "attention":
-        cases = points("{shape} prefix={prefix} rows={rows}", **(SMALL if work.rehearse else BESIDE))
-        work.each(cases, lambda shape, *of: compared(work, attention, shape, *of, backends, peers=None))
-    else:
-        duel(work, backends)
+    work.skip(f"backends triton and cuda, FlashInfer: reference and {own} take their places")
+    return "reference", own
 
 
-def duel(work: Work, backends: Sequence[str]) -> None:
+def attention(work: Work) -> None:
+    """Points ``SHAPE prefix=PREFIX rows=ROWS`` of tree attention beside its peers."""
+    backends = forms(work)
+    cases = points("{shape} prefix={prefix} rows={rows}", **(SMALL if work.rehearse else BESIDE))
+    work.each(cases, lambda *of: compared(work, "attention", *of, backends, peers=None))
+
+
+def duel(work: Work) -> None:
     """Points ``OP rows=R``, ``dag_attention SHAPE PREFIX ROWS``, ``step FORM``, and ``verdict``."""
+    backends = forms(work)
     shape, at = ("tiny", 1) if work.rehearse else (SHAPE, None)
-    cases = {f"{op.NAME} rows={n}": (op, shape, 0, n) for op, rows in ROWS.items() for n in rows[:at]}
+    cases = {f"{op} rows={n}": (op, shape, 0, n) for op, rows in ROWS.items() for n in rows[:at]}
     sizes, rows = ((("tiny", 64),), (8,)) if work.rehearse else (ATTENTION, ATTENTION_ROWS)
     named = points(ATTENDS + " {size[0]} prefix={size[1]} rows={rows}", size=sizes, rows=rows)
-    cases |= {name: (attention, *size, count) for name, (size, count) in named.items()}
+    cases |= {name: ("attention", *size, count) for name, (size, count) in named.items()}
     work.each(cases, lambda *of: compared(work, *of, backends))
     steps(work)
     if all(map(work.is_done, cases)):
@@ -68,7 +71,7 @@ def duel(work: Work, backends: Sequence[str]) -> None:
 
 def compared(
     work: Work,
-    case: ModuleType,
+    case: str,
     shape: str,
     prefix: int,
     rows: int,
@@ -84,7 +87,7 @@ def compared(
     seconds = 0.02 if work.rehearse else 0.15
     settings = Settings(work.device, work.dtype, **grid, peers=peers, quick=work.rehearse, seconds=seconds)
     with compilations() as compiled:
-        found = run_case(case, settings).rows
+        found = run_case(case, CASES[case], settings).rows
     for row in found:
         if row.median is None and not row.peer:
             raise RuntimeError(f"{row.contestant} cannot run: {row.missing}")
@@ -116,7 +119,7 @@ def steps(work: Work) -> None:
 
 def verdict(rows: Sequence[dict[str, Any]], backends: Sequence[str]) -> dict[str, Any]:
     """The seconds of every op's forms, and which of them goes; of several sizes the geometric mean counts."""
-    forms: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for op in dict.fromkeys(row["operation"] for row in rows):
         triton, cuda = (
             [row["median"] for row in rows if (row["operation"], row["contestant"]) == (op, backend)]
@@ -127,5 +130,5 @@ def verdict(rows: Sequence[dict[str, Any]], backends: Sequence[str]) -> dict[str
         if op == ATTENDS:  # Triton's serves heads and dtypes that CUDA's does not
             goes = "neither" if ratio < 1.0 else "cuda"
         print(f"  {op}: CUDA C++ takes {ratio:.2f} times as long; goes: {goes}", flush=True)
-        forms[op] = {"triton": triton, "cuda": cuda, "cuda_over_triton": ratio, "goes": goes}
-    return {"ops": forms, "worth": WORTH}
+        found[op] = {"triton": triton, "cuda": cuda, "cuda_over_triton": ratio, "goes": goes}
+    return {"ops": found, "worth": WORTH}

@@ -7,15 +7,21 @@ All of them compile some hundred variants of the Triton kernels, more than a sta
 3. every further case, in turn over tests and backends, so that one test with hundreds of shapes keeps none waiting.
 
 Every test is a point, by its id. What passed is not run again.
+
+And the operator's tests under compute-sanitizer: memory, races in shared memory, barriers.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +29,7 @@ import pytest
 from gsd_kernels_hf.model.replay import lost
 
 from .stages import ROOT
-from .work import Work
+from .work import Work, points
 
 FILES = (
     *("tests/ops", "tests/backends", "tests/engine/test_captured_step.py"),
@@ -34,6 +40,13 @@ CAPTURED = re.compile(r"captur")
 #: Of a test's cases the first one is run whose id matches the earliest of these: the dtype and head size of the models
 #: that are measured; then the dtype alone; then whatever comes first.
 NEAREST = (re.compile(r"bfloat16.*D128|D128.*bfloat16"), re.compile(r"bfloat16"))
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+SANITIZED = "tests/backends/test_decoder.py"
+#: A test each of what a call launches, ends of tiles and splits, storage outside; quick, as each is slowed manyfold.
+CHOSEN = "equals_the_reference or many_rows_have_the_bits or not_touched or packed_matrices_have_the_bits"
+FOUND = 86  # exit code of a tool that found something
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def ordered(ids: Sequence[str]) -> list[str]:
@@ -122,3 +135,45 @@ def run(work: Work) -> None:
         if code == pytest.ExitCode.NO_TESTS_COLLECTED and work.points:
             return  # all of them passed before
         raise RuntimeError(f"pytest ended with {code!r}: see the log")
+
+
+def sanitize(work: Work) -> None:
+    """Points by tool."""
+    program = sanitizer()
+    if work.rehearse or program is None:
+        work.skip("compute-sanitizer: " + ("there is no GPU" if work.rehearse else "it is not installed"))
+    tools = points("{tool}", tool=TOOLS)
+    if program is None and not work.rehearse:
+        return work.each(tools, lambda _: {"missing": "compute-sanitizer"})
+    return work.each(tools, lambda tool: check(work, str(program), tool))
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on the path, or beside nvcc."""
+    nvcc = shutil.which("nvcc")
+    beside = None if nvcc is None else Path(nvcc).resolve().with_name("compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (str(beside) if beside is not None and beside.exists() else None)
+
+
+def check(work: Work, program: str, tool: str) -> dict[str, Any]:
+    """Run the tests under a tool; how many there were.
+
+    Raises:
+        RuntimeError: it found something, a test failed, none ran, or it did not end.
+    """
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-m", "gpu", "-k", CHOSEN]
+    tests = ["-m", "pytest", *options, *(["--collect-only"] * work.rehearse), str(ROOT / SANITIZED)]
+    under = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--kernel-regex", "kns=gsd"]
+    command = [*under * (not work.rehearse), sys.executable, *tests]
+    # The allocator of PyTorch cuts tensors from large pieces of memory, whose ends no tool sees.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    seconds = max(1.0, work.left())
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    code, output = done.returncode, done.stdout
+    print(output[-3000:], done.stderr[-1000:], flush=True)
+    errors = [int(number) for number in SUMMARY.findall(output)]
+    passed = re.search(r"(\d+)(?:/\d+)? tests? collected" if work.rehearse else r"(\d+) passed", output)
+    if code or any(errors) or passed is None or not (errors or work.rehearse):
+        kind = "found something" if code == FOUND or any(errors) else "did not end well"
+        raise RuntimeError(f"{kind}, exit code {code}: {output[-700:]}")
+    return {"tests": int(passed.group(1)), "errors": 0}

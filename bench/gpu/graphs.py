@@ -1,4 +1,7 @@
-"""CUDA graphs that are made while something runs: seconds of capturing, nodes, replays, and one replay by kernel."""
+"""CUDA graphs that are made while something runs: seconds of capturing, nodes, replays, and one replay by kernel.
+
+And the kernels that Triton compiles meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
@@ -125,8 +129,39 @@ def watched() -> Iterator[Watch]:
         def replay(self) -> None:
             watch.replay(self.found, lambda: self.found.time(super(Watched, self).replay))
 
-    torch.cuda.CUDAGraph = Watched  # type: ignore[misc]
-    try:
+    with patch.object(torch.cuda, "CUDAGraph", Watched):
         yield watch
-    finally:
-        torch.cuda.CUDAGraph = real  # type: ignore[misc]
+
+
+Compilation = tuple[str, float, bool]
+"""One kernel that was made ready: its name, the seconds that took, and whether it was read from the cache on disk."""
+
+
+@contextmanager
+def compilations() -> Iterator[list[Compilation]]:
+    """A list that grows by every kernel that Triton compiles inside; it stays empty without Triton."""
+    compiled: list[Compilation] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield compiled
+        return
+
+    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        name = metadata.get("name") if isinstance(metadata, dict) else getattr(metadata, "name", None)
+        compiled.append((str(name or src), times.total / 1e6, cache_hit))
+
+    with patch.object(knobs.compilation, "listener", listener):
+        yield compiled
+
+
+def summary(found: list[Compilation]) -> dict[str, Any]:
+    """Counts and seconds, and the kernels that were compiled with the seconds of each."""
+    made = sorted(((kernel, seconds) for kernel, seconds, cached in found if not cached), key=lambda of: -of[1])
+    return {
+        "compiled": len(made),
+        "compile_seconds": sum(seconds for _, seconds in made),
+        "read_from_cache": len(found) - len(made),
+        "cache_seconds": sum(seconds for _, seconds, cached in found if cached),
+        "kernels": [[kernel, round(seconds, 3)] for kernel, seconds in made],
+    }

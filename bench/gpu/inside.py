@@ -1,4 +1,7 @@
-"""Where the time of the operator goes: one forward by kernel, its products by matrix, its attention by rows and prefix.
+"""The time of the operator, and where it goes.
+
+The time of a forward of rows and of a prompt, operator and modules, by how its launches begin. And one forward by
+kernel, its products by matrix, its attention by rows and prefix.
 
 A kernel's own time, with launches in turn: of one that begins early, waiting would count. Every layer has weights and
 a cache of its own, so none of it is found in a cache of the GPU.
@@ -7,20 +10,27 @@ a cache of its own, so none of it is found in a cache of the GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from gsd_kernels.ops.decoder_rows.cuda import GROUP, OVERLAP
+from gsd_kernels.ops.decoder_rows.cuda import AHEAD, GROUP, OVERLAP
 from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import FusedRows, storage_of
 
-from ..kernels.rows import random_model
+from ..kernels.rows import WAYS, measure, random_model
+from ..kernels.rows import table as rows_table
 from .graphs import Launch, kernel_table
 from .right import passed_by_groups, right_shapes
 from .work import Work, points, switched
+
+TIMED_ROWS = (16, 64, 128, 256, 8, 1, 32, 2, 4)  # 8 rows of a 1B: a level of its draft
+PROMPT = 2000
+GROUPS = "groups"
+SETTINGS = {"early": {OVERLAP: "1"}, "in turn": {OVERLAP: "0"}, GROUPS: {GROUP: "1"}}
+AHEAD_ROWS = (1, 16, 32)  # whose launches begin early
 
 ROWS = (16, 64, 128, 256)
 PREFIXES = (256, 1000, 4097, 16384, 32768)
@@ -31,7 +41,33 @@ IS_PRODUCT = ("product_kernel", "rows_group_kernel")
 ATTENTION = ("path_split_kernel", "path_end_kernel")
 
 
-def run(work: Work) -> None:
+def ahead(work: Work) -> None:
+    """Points ``SHAPE ahead=MEGABYTES``: how many of the next product's weights are asked for."""
+    rows(work, {f"ahead={megabytes}": {AHEAD: str(megabytes)} for megabytes in (24, 0, 6, 12)}, AHEAD_ROWS)
+
+
+def rows(work: Work, settings: Mapping[str, Mapping[str, str]] = SETTINGS, counts: Iterable[int] = TIMED_ROWS) -> None:
+    """Points ``SHAPE SETTING``, by numbers of rows."""
+    if work.rehearse:
+        work.skip("launches that begin early, and weights that are asked for ahead: a CPU's operator has its own")
+    wanted = [name for name in settings if name != GROUPS or passed_by_groups(work)]
+    model = lru_cache(maxsize=1)(lambda shape: random_model(shape, work.dtype, work.device))
+    cases = points("{shape} {setting}", shape=right_shapes(work), setting=wanted)
+    work.each(cases, lambda shape, setting: timed(work, shape, model(shape), counts, settings[setting]))
+
+
+def timed(
+    work: Work, shape: str, model: Any, counts: Iterable[int], variables: Mapping[str, str], ways: Iterable[str] = WAYS
+) -> dict[str, Any]:
+    """Milliseconds of all numbers of rows and of a prompt, with variables of the environment; see :func:`measure`."""
+    counts, seconds = ((1, 5), 0.05) if work.rehearse else (tuple(counts), 0.4)
+    with switched(variables):
+        found = measure(shape, model, counts, work.prefix, min(PROMPT, 50 * work.prefix), seconds, ways=ways)
+    print(rows_table({"results": [found]}), flush=True)
+    return {**found, "variables": dict(variables)}
+
+
+def inside(work: Work) -> None:
     """Points ``SHAPE rows=R`` by kernel, also with groups of warps, and ``SHAPE rows=R prefix=P attention``; of a few
     layers all."""
     rows, prefixes = ((5,), (work.prefix,)) if work.rehearse else (ROWS, PREFIXES)
@@ -78,23 +114,19 @@ def by_product(launches: Sequence[Launch]) -> dict[str, Any]:
 
 
 def attention(work: Work, model: Any, shape: str, prefix: int, count: int) -> dict[str, Any]:
-    """Seconds of the attention's kernels in one layer, and what they read of the cache."""
-    found = table(work, model, shape, prefix, count)
-    sizes = {"shape": shape, "rows": count, "prefix": prefix}
-    kept = 2 * prefix * model.config.num_key_value_heads * model.config.head_dim * work.dtype.itemsize
-    return {**sizes, "bytes": kept, **({} if work.rehearse else of_a_layer(found["top"]))}
-
-
-def of_a_layer(rows: list[list[Any]]) -> dict[str, Any]:
-    """Seconds a layer of the attention, from a table [name, launches, seconds].
+    """Seconds of the attention's kernels in one layer, and what they read of the cache.
 
     Raises:
-        RuntimeError: its kernels are not in the table.
+        RuntimeError: its kernels are not among those of a forward.
     """
-    seconds = {kernel: sum(row[2] for row in rows if kernel in row[0]) for kernel in ATTENTION}
-    missing = [kernel for kernel, found in seconds.items() if not found]
+    top = table(work, model, shape, prefix, count)["top"]  # [name, launches, seconds] by kernel
+    kept = 2 * prefix * model.config.num_key_value_heads * model.config.head_dim * work.dtype.itemsize
+    found = {"shape": shape, "rows": count, "prefix": prefix, "bytes": kept}
+    if work.rehearse:
+        return found
+    layer = {kernel: sum(row[2] for row in top if kernel in row[0]) / LAYERS for kernel in ATTENTION}
+    missing = [kernel for kernel, seconds in layer.items() if not seconds]
     if missing:
-        raise RuntimeError(f"no {', '.join(missing)} among {[row[0][:60] for row in rows]}")
-    layer = {kernel: seconds[kernel] / LAYERS for kernel in ATTENTION}
+        raise RuntimeError(f"no {', '.join(missing)} among {[row[0][:60] for row in top]}")
     print(f"  attention {1e6 * sum(layer.values()):.1f} µs a layer", flush=True)
-    return {"seconds": sum(layer.values()), "kernels": layer}
+    return {**found, "seconds": sum(layer.values()), "kernels": layer}

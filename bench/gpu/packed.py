@@ -17,7 +17,7 @@ from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 
 from ..kernels.rows import random_model
-from .forward import timed
+from .inside import timed
 from .right import LAYERS, none_apart
 from .work import Work, points
 
@@ -34,7 +34,7 @@ def run(work: Work) -> None:
         work.skip("the CUDA operator: a CPU's own takes its place")
     verdicts = points("{shape} {kind} bits", shape=work.shapes, kind=KINDS)
     counts = (5,) if work.rehearse else OF_BITS
-    work.each(verdicts, lambda shape, kind: bits(work, shape, kind, work.prefix, counts))
+    work.each(verdicts, lambda shape, kind: bits(work, shape, kind, counts))
     cases = points("{shape} {kind}", shape=work.shapes, kind=(DENSE, *KINDS))
     wrong = [name for name, (_, kind) in cases.items() if kind != DENSE and not work.is_done(f"{name} bits")]
     work.leave(wrong, "bits not found right")
@@ -52,7 +52,7 @@ def whole(work: Work, shape: str, kind: str) -> Any:
 
 
 @torch.no_grad()
-def bits(work: Work, shape: str, kind: str, prefix: int, counts: tuple[int, ...]) -> dict[str, Any]:
+def bits(work: Work, shape: str, kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
     """Logits of rows by the operator, with packed matrices and with what they stand for.
 
     Raises:
@@ -62,19 +62,17 @@ def bits(work: Work, shape: str, kind: str, prefix: int, counts: tuple[int, ...]
     modules = packed_modules(model, kind)
     for name, module in modules.items():
         model.get_submodule(name).weight.copy_(unpack_rows(module.matrix, dtype=work.dtype, backend="reference"))
-    dense = logits_of(work, model, prefix, counts)
-    for count, of_dense, found in zip(
-        counts, dense, logits_of(work, replace(model, modules), prefix, counts), strict=True
-    ):
+    dense = logits_of(work, model, counts)
+    for count, of_dense, found in zip(counts, dense, logits_of(work, replace(model, modules), counts), strict=True):
         none_apart([(f"{kind}, {count} rows", apart(found, of_dense))])
-    return {"shape": shape, "kind": kind, "layers": LAYERS, "rows": counts, "prefix": prefix}
+    return {"shape": shape, "kind": kind, "layers": LAYERS, "rows": counts, "prefix": work.prefix}
 
 
-def logits_of(work: Work, model: Any, prefix: int, counts: tuple[int, ...]) -> list[Tensor]:
+def logits_of(work: Work, model: Any, counts: tuple[int, ...]) -> list[Tensor]:
     """Logits [1, R, V] of rows behind a prompt, by the operator."""
-    rows = FusedRows(model, prefix + MOST_ROWS, torch.zeros(1, dtype=torch.int32, device=work.device), "auto")
-    rows.prefill(torch.arange(prefix, device=work.device)[None] * 3 % model.config.vocab_size, None, None)
-    return [rows.rows(*row_inputs(count, prefix, work.device), keep=count) for count in counts]
+    rows = FusedRows(model, work.prefix + MOST_ROWS, torch.zeros(1, dtype=torch.int32, device=work.device), "auto")
+    rows.prefill(torch.arange(work.prefix, device=work.device)[None] * 3 % model.config.vocab_size, None, None)
+    return [rows.rows(*row_inputs(count, work.prefix, work.device), keep=count) for count in counts]
 
 
 @torch.no_grad()

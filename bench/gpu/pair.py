@@ -22,8 +22,7 @@ from gsd_kernels_hf.model.fused import SWITCH
 
 from ..generation.configs import fixed_configs
 from ..kernels.rows import random_model
-from ..lib.compilations import compilations, summary
-from .graphs import watched
+from .graphs import compilations, summary, watched
 from .right import passed
 from .work import Work, switched
 
@@ -45,7 +44,7 @@ def run(work: Work) -> None:
         return
     before, begin = memory(work), time.monotonic()
     both = models(work)
-    about = {"seconds": time.monotonic() - begin, "bytes": used(before, memory(work))}
+    about = {"seconds": time.monotonic() - begin, "bytes": before - memory(work)}
     work.keep("models", {"names": shapes(work), **about})
     work.each({name: (work, *both, name) for name in names}, judged)
 
@@ -86,18 +85,14 @@ def judged(work: Work, target: PreTrainedModel, draft: PreTrainedModel, name: st
     return found
 
 
-def memory(work: Work) -> int | None:
-    """Free bytes of the GPU, graphs and libraries counted, which the allocator does not see."""
+def memory(work: Work) -> int:
+    """Free bytes of the GPU, graphs and libraries counted, which the allocator does not see; 0 in a rehearsal."""
     gc.collect()
-    if work.device.type != "cuda":
-        return None
+    if work.rehearse:
+        return 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(work.device)[0]
-
-
-def used(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else before - after
 
 
 def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: GraphConfig | str) -> dict[str, Any]:
@@ -129,7 +124,7 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
                         "captured": [graph.as_dict() for graph in watch.graphs[seen:]],
                         "compilations": summary(compiled),
                         "stats": handle.stats.as_dict(),
-                        "bytes": used(begin_memory, memory(work)),
+                        "bytes": begin_memory - memory(work),
                     }
                 )
                 print(f"  call {number + 1}: {seconds:.2f} s, {len(watch.graphs) - seen} captures", flush=True)

@@ -40,16 +40,21 @@ MIN_RACE_SECONDS = 60.0  # seconds of a race
 
 
 def run(work: Work) -> None:
-    """A point for every benchmark; ``report`` is the JSON that it would have written by itself."""
+    """A point for every benchmark; ``report`` is the JSON that it would have written by itself.
+
+    Of a pair that this GPU cannot hold the point ``memory`` says so.
+    """
     planned = commands(work.stage.name, work.rehearse, max(MIN_RACE_SECONDS, work.left() - SETUP_SECONDS))
-    lack = memory_lack(work)
-    if lack is not None:
-        work.keep("memory", {"missing": lack})
-        return
-    work.each({name: (work, name, given) for name, given in planned.items()}, bench)
+    if work.stage.name in PAIRS and not work.rehearse:
+        weights = work.dtype.itemsize * sum(map(num_parameters, PAIRS[work.stage.name][:2]))
+        total = torch.cuda.get_device_properties(work.device).total_memory
+        if HEADROOM_FACTOR * weights > total:
+            lack = f"{weights / 1e9:.0f} GB of weights, the GPU has {total / 1e9:.0f} GB"
+            return work.keep("memory", {"missing": lack})
+    return work.each({name: (work, name, given) for name, given in planned.items()}, bench)
 
 
-def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> dict[str, list[str]]:
+def commands(stage: str, rehearse: bool, seconds: float) -> dict[str, list[str]]:
     """The arguments of ``gsd-kernels bench`` for a stage, by the name of the result.
 
     A race begins no prompt that would end after ``seconds``: models are made and warmed up before.
@@ -74,47 +79,30 @@ def commands(stage: str, rehearse: bool, seconds: float = MIN_RACE_SECONDS) -> d
     return {stage: ["generate", *where, *models, *size, "--competitors", competitors, "--seconds", f"{seconds:.0f}"]}
 
 
-def memory_lack(work: Work) -> str | None:
-    """Why this GPU cannot hold a stage's pair; ``None`` if it can."""
-    if work.stage.name not in PAIRS or work.device.type != "cuda":
-        return None
-    weights = work.dtype.itemsize * sum(map(num_parameters, PAIRS[work.stage.name][:2]))
-    total = torch.cuda.get_device_properties(work.device).total_memory
-    if HEADROOM_FACTOR * weights <= total:
-        return None
-    return f"{weights / 1e9:.0f} GB of weights, the GPU has {total / 1e9:.0f} GB"
-
-
 def bench(work: Work, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Run one benchmark; of one that the stage's time ended, what it had written: a race writes after every prompt.
+    """Run one benchmark in a process that ends with this one's group.
+
+    Of one that the stage's time ended, what it had written counts: a race writes after every prompt.
 
     Raises:
         RuntimeError: it failed, or had written nothing yet.
     """
     with tempfile.TemporaryDirectory() as folder:
-        where = [] if arguments[0] == "tune-attention" else ["--out", folder, "--name", name]
-        seconds = work.left()
+        tunes = arguments[0] == "tune-attention"
+        where = [] if tunes else ["--out", folder, "--name", name]
+        command = [sys.executable, "-m", "gsd_kernels_hf", "--debug", "bench", *arguments, *where]
         threads = name.partition(" threads=")[2]
-        ended = call(["--debug", "bench", *arguments, *where], seconds, {"OMP_NUM_THREADS": threads} if threads else {})
-        if arguments[0] == "tune-attention":  # it rewrites this GPU's entries of the table
+        variables = {"OMP_NUM_THREADS": threads} if threads else {}
+        seconds, ended = max(work.left(), 1.0), True
+        try:
+            done = subprocess.run(command, timeout=seconds, env={**os.environ, **variables})
+            if done.returncode:
+                raise RuntimeError(f"gsd-kernels bench {' '.join(arguments)} ended with {done.returncode}: see the log")
+        except subprocess.TimeoutExpired:
+            ended = False
+        if tunes:  # it rewrites this GPU's entries of the table
             return {"table": json.loads(TABLE.read_text(encoding="utf-8"))}
         report = Path(folder, f"{name}.json")
         if not report.exists():
             raise RuntimeError(f"gsd-kernels bench {arguments[0]} was given {seconds:.0f} s and wrote no result")
         return {"report": json.loads(report.read_text(encoding="utf-8")), "ended": ended}
-
-
-def call(arguments: list[str], seconds: float, variables: dict[str, str]) -> bool:
-    """The package's command line, in a process that ends with this one's group; whether it ended within ``seconds``.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    try:
-        command = [sys.executable, "-m", "gsd_kernels_hf", *arguments]
-        done = subprocess.run(command, timeout=max(seconds, 1.0), env={**os.environ, **variables})
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode:
-        raise RuntimeError(f"gsd-kernels {' '.join(arguments)} ended with {done.returncode}: see the log")
-    return True

@@ -22,7 +22,7 @@ from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, Kind, apart, behind, row_i
 from gsd_kernels_hf.model.proof import Passage
 
 from ..kernels.rows import random_model
-from .graphs import Launch, kernel_table
+from .graphs import kernel_table
 from .stages import stage_named
 from .work import SHAPES, Work, switched
 
@@ -46,20 +46,19 @@ FACTORS = {
 
 
 def run(work: Work) -> None:
-    """The points of ``group`` or ``right``, a shape's behind each other; of ``proof``, kind by kind."""
-    if work.stage.name == "proof":
-        return prove(work)
-    grouped = work.stage.name == "group"
+    """The points of ``group`` or ``right``, a shape's behind each other."""
+    stage = work.stage.name
     if work.rehearse:
         own = unavailable_reason("cpu", work.device)
         work.skip("the CUDA operator: " + ("a CPU's own takes its place" if own is None else f"the reference: {own}"))
         work.skip("launches that begin early, graphs, groups of warps")
-    elif grouped and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
+    elif stage == "group" and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
         return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
     for shape in work.shapes:
         of = lru_cache(lambda shape=shape: random_model(shape, work.dtype, work.device, LAYERS))
-        points = points_of(work.stage.name, work, shape, of)
-        work.each({name: (point,) for name, point in points.items()}, lambda point: torch.no_grad()(point)())
+        cases = {name: (point,) for name, point in points_of(stage, work, shape, of).items()}
+        work.each(cases, lambda point: torch.no_grad()(point)())
+    return None
 
 
 def prove(work: Work) -> None:
@@ -80,7 +79,8 @@ def prove(work: Work) -> None:
 def points_of(stage: str, work: Work, shape: str, of: Callable[[], Any] | None = None) -> dict[str, Point]:
     """A stage's points of a shape by name, in order of worth."""
     if stage == "group":
-        return {f"{shape} {kind}": partial(same, work, of, factor) for kind, factor in factors_of(work).items()}
+        factors = FACTORS.get(work.dtype, {"usual": 1.0})
+        return {f"{shape} {kind}": partial(same, work, of, factor) for kind, factor in factors.items()}
     cases = SMALL_CASES if work.rehearse else CASES
     errors = {
         f"{shape} prefix={case.prompt} pads={','.join(map(str, case.pads))}": partial(against_float32, of, case)
@@ -94,10 +94,6 @@ def points_of(stage: str, work: Work, shape: str, of: Callable[[], Any] | None =
         **errors,
         f"{shape} batch": partial(alike, work, of, cases[-1], gpu_proof.sequences_apart),
     }
-
-
-def factors_of(work: Work) -> dict[str, float]:
-    return FACTORS.get(work.dtype, {"usual": 1.0})
 
 
 def passed(work: Work, *shapes: str, stage: str = "right") -> bool:
@@ -157,7 +153,8 @@ def same(work: Work, of: Callable[[], Any], factor: float) -> dict[str, Any]:
     """Logits of some rows by groups of warps (wgmma) and by warps (mma.sync), bit for bit; NaN is one number.
 
     Raises:
-        RuntimeError: they differ, so groups of warps stay off; or no group of warps multiplied.
+        RuntimeError: they differ, so groups of warps stay off; or groups multiplied where they should not, or did not
+            where they should.
     """
     model, case = of(), SMALL_CASES[0]
     head = model.get_output_embeddings().weight
@@ -174,19 +171,11 @@ def same(work: Work, of: Callable[[], Any], factor: float) -> dict[str, Any]:
                 with switched({GROUP: group}):
                     found.append(call().nan_to_num(nan=7.0))
                     if not work.rehearse and count == GROUP_ROWS[0]:
-                        check_taken(group == "1", kernel_table(call)[1])
+                        taken = sorted({name for name, _ in kernel_table(call)[1]})
+                        # A library without the kernel would agree with itself.
+                        if any(KERNEL in name for name in taken) != (group == "1"):
+                            raise RuntimeError(f"{GROUP}={group} took {taken}; the library has to be compiled for 9.0a")
             none_apart([(f"{count} rows by groups of warps", apart(found[1], found[0]))])
     finally:
         head.copy_(usual)
     return {"rows": GROUP_ROWS, "factor": factor}
-
-
-def check_taken(grouped: bool, launches: list[Launch]) -> None:
-    """Hold what was launched to the setting: a library without the kernel would agree with itself.
-
-    Raises:
-        RuntimeError: groups of warps multiplied where they should not, or did not where they should.
-    """
-    if any(KERNEL in name for name, _ in launches) != grouped:
-        names = sorted({name[:60] for name, _ in launches})
-        raise RuntimeError(f"{GROUP}={int(grouped)} took {names}; the library has to be compiled for 9.0a")

@@ -56,6 +56,7 @@ RESULTS = ROOT / "bench" / "results" / "gpu"
 LONGEST = 480  # seconds that a stage may take
 GRACE = 20  # seconds of them for ending: a stage begins nothing new after the rest
 FILES = 8  # that a call leaves, at most; the log is one
+WORKER = "gsd_kernels_bench.gpu.work"  # the module that does a stage's work
 LOG = "stages.log"
 MOST_LOG = 4 << 20  # bytes of it that are kept
 TAIL = 4000  # characters of a stage's part in its record
@@ -71,7 +72,7 @@ class Stage:
 
     Attributes:
         name: also of its files.
-        module: of this folder; its ``run`` does the work.
+        work: the module of this folder, and its function, that do the work.
         what: in a few words.
         limit: seconds after which it is killed.
         least: seconds with which it is worth beginning. A stage that goes on where it ended needs fewer than ``limit``.
@@ -80,7 +81,7 @@ class Stage:
     """
 
     name: str
-    module: str
+    work: str
     what: str
     limit: int = LONGEST
     least: int = LONGEST
@@ -90,27 +91,35 @@ class Stage:
 
 #: In order of worth: what decides whether anything else means something comes first.
 STAGES = (
-    Stage("build", "build", "the CUDA ops for this GPU, doctor", 115, 60, ("torch",)),
-    Stage("group", "right", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
-    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
-    Stage("clusters", "clusters", "how many clusters of blocks this card holds at a time", 20, 10, with_ops=False),
-    Stage("inside", "inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),
-    Stage("ahead", "forward", "its time by megabytes of weights that are asked for ahead", 40, 25),
-    Stage("proof", "right", "the proof of every kind, as a GPU makes it at its first use", 120, 30),
-    Stage("rows", "forward", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40),
-    Stage("duel", "duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 150, 60),
-    Stage("pair", "pair", "8B + 1B, operator and modules: captured steps, nodes, memory, a replay by kernel", 100, 60),
-    Stage("race", "races", "8B behind a 1B: plain, graph and auto, sessions kept and not", 260, 120, COMMAND_LINE),
-    Stage("cpu", "races", "bench real and prompt on the CPU by 1 to 16 threads", 480, 60, COMMAND_LINE, with_ops=False),
-    Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
-    Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
-    Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),
-    Stage("attention", "duel", "tree attention beside its peers, cold L2", 480, 60),
-    Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
-    Stage("e2e-7b", "races", "7B behind a 1.1B", 480, 240, COMMAND_LINE),
-    Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", 480, 240, COMMAND_LINE),
-    Stage("tune", "races", "launch configurations of the Triton attention", needs=COMMAND_LINE),
-    Stage("static-compile", "races", "transformers' compiled static cache", needs=COMMAND_LINE),
+    Stage("build", "build:run", "the CUDA ops for this GPU, doctor", 115, 60, ("torch",)),
+    Stage("group", "right:run", "products by wgmma and by mma.sync: the same bits or not", 45, 25),
+    Stage("right", "right:run", "the verdict on the operator of rows: error, bits, launches that begin early", 80, 45),
+    Stage("clusters", "clusters:run", "how many clusters of blocks this card holds at a time", 20, 10, with_ops=False),
+    Stage("inside", "inside:inside", "its time by kernel and by matrix; path attention by rows and prefix", 50, 30),
+    Stage("ahead", "inside:ahead", "its time by megabytes of weights that are asked for ahead", 40, 25),
+    Stage("proof", "right:prove", "the proof of every kind, as a GPU makes it at its first use", 120, 30),
+    Stage(
+        "rows", "inside:rows", "its time by rows, early, in turn and by groups, beside the modules; a prompt's", 100, 40
+    ),
+    Stage("duel", "duel:duel", "Triton and CUDA C++ forms of each op and of a captured step: which goes", 150, 60),
+    Stage(
+        "pair", "pair:run", "8B + 1B, operator and modules: captured steps, nodes, memory, a replay by kernel", 100, 60
+    ),
+    Stage("race", "races:run", "8B behind a 1B: plain, graph and auto, sessions kept and not", 260, 120, COMMAND_LINE),
+    Stage(
+        "cpu", "races:run", "bench real and prompt on the CPU by 1 to 16 threads", 480, 60, COMMAND_LINE, with_ops=False
+    ),
+    Stage("tests", "gpu_tests:run", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
+    Stage(
+        "sanitize", "gpu_tests:sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)
+    ),
+    Stage("packed", "packed:run", "packed matrices in the operator of rows: bits, then time", 150, 60),
+    Stage("attention", "duel:attention", "tree attention beside its peers, cold L2", 480, 60),
+    Stage("e2e-8b", "races:run", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
+    Stage("e2e-7b", "races:run", "7B behind a 1.1B", 480, 240, COMMAND_LINE),
+    Stage("e2e-70b", "races:run", "70B behind a 1.1B, on a GPU that holds it", 480, 240, COMMAND_LINE),
+    Stage("tune", "races:run", "launch configurations of the Triton attention", needs=COMMAND_LINE),
+    Stage("static-compile", "races:run", "transformers' compiled static cache", needs=COMMAND_LINE),
 )
 
 
@@ -162,7 +171,8 @@ def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
         if call.is_done(stage) and not call.again:
             say(f"{stage.name}: done before")
             continue
-        due = [stage_named("build"), stage] if must_build(stage, call) else [stage]
+        needs = stage.with_ops and stage.name != "build" and not call.rehearse
+        due = [stage_named("build"), stage] if needs and not built() and missing(stage) is None else [stage]
         if (files := files + len(due)) > call.files:
             say(f"{stage.name}: left for the next call: more than {call.files} files")
             break
@@ -175,12 +185,6 @@ def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
     return failed
 
 
-def must_build(stage: Stage, call: Call) -> bool:
-    """Return whether the CUDA ops have to be built before the stage begins."""
-    needs = stage.with_ops and stage.module != "build" and not call.rehearse
-    return needs and not built() and missing(stage) is None
-
-
 def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     """Run one stage, for its limit or the ``seconds`` that are left; its record, which is written in any case.
 
@@ -190,15 +194,19 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     begin, seconds = time.monotonic(), min(stage.limit, seconds)
     say(f"{stage.name}: {stage.what}")
     result, log = call.out / f"{stage.name}.json", call.out / LOG
-    before, code, problem = _stamp(result), 0, missing(stage)
+    code, problem = 0, missing(stage)
     with log.open("ab") as output, search_path() as environment:
         start = output.tell()
         if problem is None:
-            code = execute(worker(stage, call, seconds), environment, output, seconds)
+            given = [stage.name, json.dumps(vars(call), default=str), str(max(1.0, seconds - GRACE))]
+            code = execute([sys.executable, "-m", WORKER, *given], environment, output, seconds)
     printed = log.read_bytes()
     log.write_bytes(printed[-MOST_LOG:])
-    record = call.record(stage) if _stamp(result) != before else {"rehearsal": call.rehearse}
-    record |= {"stage": stage.name, "exit_code": code, "wall_seconds": round(time.monotonic() - begin, 1)}
+    record = call.record(stage)
+    if "exit_code" in record:  # an earlier call's: the stage did not begin to write its own
+        record = {}
+    record |= {"rehearsal": call.rehearse, "stage": stage.name, "exit_code": code}
+    record["wall_seconds"] = round(time.monotonic() - begin, 1)
     if problem is not None:
         record["error"] = problem
     timed_out = code == 124 and bool(record.get("points"))
@@ -213,21 +221,10 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     return record
 
 
-def _stamp(file: Path) -> int | None:
-    return file.stat().st_mtime_ns if file.exists() else None
-
-
 def missing(stage: Stage) -> str | None:
     """Say what the stage needs and is not installed; ``None`` where all is."""
     absent = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     return f"the stage {stage.name} needs {', '.join(absent)}: not installed for {sys.executable}" if absent else None
-
-
-def worker(stage: Stage, call: Call, seconds: float) -> list[str]:
-    """The command that does a stage's work."""
-    given = {"out": str(call.out), "former": str(call.former), "rehearse": call.rehearse, "again": call.again}
-    work = [stage.name, json.dumps(given), str(max(1.0, seconds - GRACE))]
-    return [sys.executable, "-m", "gsd_kernels_bench.gpu.work", *work]
 
 
 @contextlib.contextmanager
@@ -266,15 +263,13 @@ def built() -> bool:
 
 
 def write(file: Path, record: dict[str, Any]) -> None:
-    """Replace a record whole: a call may be killed at any time."""
+    """Replace a record whole: a call may be killed at any time.
+
+    Files are named without their folders: it is read elsewhere, where those of this machine say nothing.
+    """
     partial = file.with_suffix(".partial")
-    partial.write_text(without_folders(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
+    partial.write_text(FOLDERS.sub("", json.dumps(record, indent=1)) + "\n", encoding="utf-8")
     partial.replace(file)
-
-
-def without_folders(text: str) -> str:
-    """Files by their names alone: a record is read elsewhere, where the folders of this machine say nothing."""
-    return FOLDERS.sub("", text)
 
 
 def say(text: str) -> None:

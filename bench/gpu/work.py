@@ -9,8 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -154,8 +154,8 @@ def main(name: str, call: str, seconds: str) -> int:
     if not given["rehearse"] and not torch.cuda.is_available():
         print("no CUDA GPU: --rehearse runs the stages on a CPU", file=sys.stderr)
         return 1
-    places = {key: Path(given.pop(key)) for key in ("out", "former")}
-    work = Work(stage_named(name), Call(**places, **given), float(seconds))
+    given |= {key: Path(given[key]) for key in ("out", "former")}
+    work = Work(stage_named(name), Call(**given), float(seconds))
     perform(work)
     return 1 if work.failed else 0
 
@@ -163,7 +163,7 @@ def main(name: str, call: str, seconds: str) -> int:
 def perform(work: Work) -> None:
     """Run a stage's module."""
     work.write()
-    import_module(f".{work.stage.module}", __package__).run(work)
+    resolve_name(f"{__package__}.{work.stage.work}")(work)
     work.finished = True
     work.write()
 

@@ -5,24 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gsd_kernels_cli import options, values
 from gsd_kernels_cli.groups import with_groups
 
-from ..lib.options import (
-    DTYPES,
-    RESULTS,
-    DtypeOption,
-    Name,
-    Out,
-    Quick,
-    device_of,
-    dtype_of,
-    show,
-)
+from ..lib.options import DTYPES, RESULTS, DtypeOption, Name, Out, Quick, device_of, dtype_of, keep
 
 Backends = Annotated[
     list[str] | None, typer.Option("--backend", help="Ours to measure; repeatable. Default: all that run here.")
@@ -58,25 +48,25 @@ def attention(
     *, shapes: Shapes = None, rows: Rows = None, prefixes: Prefixes = None, peers: Peers = None, case: Case
 ) -> None:
     """One layer's attention under a tree mask; peers: SDPA with a mask, FlexAttention, flash-attn, FlashInfer."""
-    _run("attention", case, rows, shapes, peers, prefixes)
+    _run("attention", case, peers, shapes=shapes, rows=rows, prefixes=prefixes)
 
 
 @with_groups
 def merge(*, rows: Rows = None, case: Case) -> None:
     """The graph ops of one step: merging of all levels, unrolling, verification."""
-    _run("merge", case, rows)
+    _run("merge", case, rows=rows)
 
 
 @with_groups
 def sample(*, shapes: Shapes = None, rows: Rows = None, peers: Peers = None, case: Case) -> None:
     """Picking tokens; peers: torch argmax, multinomial, sort, topk, and FlashInfer's sampling."""
-    _run("sample", case, rows, shapes, peers)
+    _run("sample", case, peers, shapes=shapes, rows=rows)
 
 
 @with_groups
 def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = None, case: Case) -> None:
     """Keeping the accepted keys and values of all layers; peer: a copy a layer with torch."""
-    _run("commit", case, rows, shapes, peers)
+    _run("commit", case, peers, shapes=shapes, rows=rows)
 
 
 def step_overhead(
@@ -91,9 +81,9 @@ def step_overhead(
 
     from gsd_kernels_hf.files import write_json
 
-    from .step_overhead import run
+    from .rows import step_overhead
 
-    row = run(shape, device_of(device), getattr(torch, dtype), batch)
+    row = step_overhead(shape, device_of(device), getattr(torch, dtype), batch)
     typer.echo(json.dumps(row, indent=2))
     if file is not None:
         write_json(file, row, indent=2)
@@ -142,36 +132,26 @@ def rows(
     place = device_of(device)
     usual = ("bfloat16", "float32") if place.type == "cpu" else ("bfloat16",)
     named = [getattr(torch, dtype) for dtype in dtypes or usual]
-    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place, busy)
+    sizes = {"rows": tuple(counts or (1, 4, 8, 16, 32, 64)), "prefix": prefix, "prompt": prompt}
+    report = run(shape, named, place, **sizes, seconds=seconds, busy=busy)
     typer.echo(table(report))
     if file is not None:
         write_json(file, report, indent=1)
 
 
-def _run(
-    name: str,
-    case: Case,
-    rows: list[int] | None,
-    shapes: list[str] | None = None,
-    peers: list[str] | None = None,
-    prefixes: list[int] | None = None,
-) -> None:
-    """Measure a case, write the result and show it."""
-    from importlib import import_module
-
+def _run(name: str, case: Case, peers: list[str] | None = None, **grid: list[Any] | None) -> None:
+    """Measure a case over a grid of shapes, rows and prefixes, write the result and show it."""
     from ..lib.runner import Settings, run
+    from .cases import CASES
 
     settings = Settings(
-        device=device_of(case.device),
-        dtype=dtype_of(case.dtype, case.device),
-        shapes=shapes or (),
-        rows=rows or (),
-        prefixes=prefixes or (),
+        device_of(case.device),
+        dtype_of(case.dtype, case.device),
+        **{axis: given or () for axis, given in grid.items()},
         backends=case.backends,
         peers=[] if peers == ["none"] else peers,
         quick=case.quick,
         seconds=min(case.seconds, 0.05) if case.quick else case.seconds,
     )
-    report = run(import_module(f".{name}", __package__), settings)
-    files = report.write(case.out, case.name or name + ("-quick" if case.quick else ""))
-    show(files, report.table(), report.missing())
+    report = run(name, CASES[name], settings)
+    keep(case.out, case.name or name + ("-quick" if case.quick else ""), report, report.table(), report.missing())

@@ -4,6 +4,8 @@ The floor is what has to be read, weights and the prefix's keys and values, over
 threads, or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take
 turns, and the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are
 meant to keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
+
+And the ops of one step beside a forward of one row.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gsd_kernels import Acceptance, GraphConfig, Rows
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.cuda_common import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
@@ -31,6 +36,9 @@ from ..lib import report
 from ..lib.environment import environment
 from ..lib.shapes import shape_named
 from ..lib.timing import read_bandwidth, time_call
+from .cases import PREFIX, Step, commit_op, random_caches
+
+GRAPH = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=1)
 
 #: The norm of what two ways' logits differ by, over that of the logits.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -42,13 +50,8 @@ def random_model(
     """A LLaMA of a named shape, made on the device; ``layers``: instead of the shape's."""
     config = copy.deepcopy(shape_named(name))
     config.update({"num_hidden_layers": layers or config.num_hidden_layers, "max_position_embeddings": 8192})
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def in_turns(calls: dict[str, Callable[[], object]], seconds: float, busy: int) -> dict[str, float]:
@@ -104,7 +107,17 @@ def measure(
     busy: int = 0,
     ways: Iterable[str] = WAYS,
 ) -> dict[str, Any]:
-    """Milliseconds of rows and of a prompt by some ways, and their multiples of the floor; ``shape``: the model's."""
+    """Milliseconds of rows and of a prompt by some ways, and their multiples of the floor.
+
+    Args:
+        shape, model: the model, and its shape's name.
+        rows: numbers of rows of a forward.
+        prefix: cached tokens before the rows.
+        prompt: tokens of the prompt that is timed.
+        seconds: for each number of rows.
+        busy: processes beside this one that keep a core busy each.
+        ways: of :data:`WAYS`.
+    """
     device, on_gpu = model.device, model.device.type == "cuda"
     kv_start = torch.zeros(1, dtype=torch.int32, device=device)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
@@ -119,7 +132,7 @@ def measure(
         known = {"read": size / read_bandwidth(device)} if on_gpu else {}
         for count in rows:
             inputs = row_inputs(count, prefix, device)
-            calls: dict[str, Callable[[], torch.Tensor]] = {
+            calls: dict[str, Callable[[], Tensor]] = {
                 way: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
                 for way, of in models.items()
             }
@@ -151,7 +164,7 @@ def check(calls: dict[str, Callable[[], Any]], count: int, dtype: torch.dtype) -
         raise RuntimeError(f"rows: {count} rows differ from the modules' by {error:.2g}, more than {most}")
 
 
-def again(rows: RowModel, ids: torch.Tensor) -> None:
+def again(rows: RowModel, ids: Tensor) -> None:
     """Read a prompt from the beginning, to its end."""
     rows.cache.prompt_length = 0
     rows.prefill(ids, None, None)
@@ -159,32 +172,18 @@ def again(rows: RowModel, ids: torch.Tensor) -> None:
         torch.cuda.synchronize(ids.device)
 
 
-def run(
-    shape: str,
-    dtypes: list[torch.dtype],
-    rows: tuple[int, ...],
-    prefix: int,
-    prompt: int,
-    seconds: float,
-    device: torch.device | None = None,
-    busy: int = 0,
-) -> dict[str, Any]:
+def run(shape: str, dtypes: list[torch.dtype], device: torch.device, **sizes: Any) -> dict[str, Any]:
     """Measure every dtype with torch's present number of threads, or on a GPU.
 
     Args:
         shape: of the model, as :func:`~gsd_kernels_bench.lib.shapes.shape_named` knows it.
         dtypes: of weights and cache.
-        rows: numbers of rows of a forward.
-        prefix: cached tokens before the rows.
-        prompt: tokens of the prompt that is timed.
-        seconds: for each number of rows.
-        device: ``None``: the CPU.
-        busy: processes beside this one that keep a core busy each.
+        device: of the model.
+        **sizes: of :func:`measure`.
 
     Raises:
         ValueError: no such shape, or a dtype that the operator does not take.
     """
-    device = device or torch.device("cpu")
     takes = DTYPES if device.type == "cuda" else FLOATS
     for dtype in dtypes:
         if dtype not in takes:
@@ -194,10 +193,8 @@ def run(
         "schema": 1,
         "case": "rows",
         "environment": environment(device),
-        "busy": busy,
-        "results": [
-            measure(shape, random_model(shape, dtype, device), rows, prefix, prompt, seconds, busy) for dtype in dtypes
-        ],
+        "busy": sizes["busy"],
+        "results": [measure(shape, random_model(shape, dtype, device), **sizes) for dtype in dtypes],
     }
 
 
@@ -221,3 +218,61 @@ def table(data: dict[str, Any]) -> str:
     ways = {way: partial(by, way) for way in WAYS if f"{way}_ms" in lines[-1][1]}
     floor: report.Columns = {"floor": lambda of: f"{of[1]['read_ms']:.2f}" if "rows" in of[1] else ""}
     return report.table(lines, {"ms (multiples of the floor)": about, **floor, **ways})
+
+
+def agreeing(rows: Rows) -> Tensor:
+    """Picks of the target, int32 [B, R], that accept the deepest path."""
+    picks = torch.zeros_like(rows.token_ids)
+    at = rows.depths.argmax(1, keepdim=True)  # [B, 1]
+    for _ in range(int(rows.depths.max())):
+        parents = rows.parent_rows.gather(1, at).clamp(min=0).long()
+        pick = torch.where(at > 0, rows.token_ids.gather(1, at), picks.gather(1, parents))
+        picks.scatter_(1, parents, pick)
+        at = parents
+    return picks
+
+
+@torch.inference_mode()
+def step_overhead(shape: str, device: torch.device, dtype: torch.dtype, batch: int = 1) -> dict[str, Any]:
+    """Cost of one decode step's graph ops beside the target's forward: merge × depth + flatten + verify + commit.
+
+    The target has one row a forward and a 256-token prefix in its cache: what an ordinary decoding step costs. The
+    graph is drafted from random candidates and verified against picks that agree with most of them. Every op is
+    compared with its reference before it is timed.
+
+    Raises:
+        ValueError: no such shape.
+        RuntimeError: an op is wrong.
+    """
+    step = Step(GRAPH, device, batch)
+    step.merge("reference")
+    rows = step.flatten("reference")
+    step.picks = agreeing(rows)
+    accepted = Acceptance(*step.verify(rows, "reference"))
+    gen = torch.Generator().manual_seed(0)
+    caches = random_caches(shape_named(shape), device, dtype, gen, GRAPH.cache_slots, batch)
+    ops = {op.op.name: op for op in step.ops()}
+    ops["commit"] = commit_op(caches, accepted.accepted_rows, accepted.num_accepted)
+    for op in ops.values():
+        op.check((op.checked or op.call)("auto"))
+    model = random_model(shape, dtype, device)
+    forwards = RowModel(model, PREFIX + 1, torch.zeros(1, dtype=torch.int32, device=device), "auto")
+    inputs = row_inputs(1, PREFIX, device)
+    parts = {name: vars(time_call(partial(op.call, "auto"), device)) for name, op in ops.items()}
+    forward = time_call(lambda: forwards.rows(*inputs, keep=1), device)
+    whole = sum(part["median"] for part in parts.values())
+    return {
+        "benchmark": "step_overhead",
+        "environment": environment(device),
+        "backend": "reference" if unavailable_reason(device.type, device) else device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": shape,
+        "batch": batch,
+        "rows": GRAPH.max_rows,
+        "levels": GRAPH.depth,
+        "accepted": accepted.num_accepted.tolist(),
+        "parts": parts,
+        "graph_ops_seconds": whole,
+        "target_forward": vars(forward),
+        "fraction": whole / forward.median,
+    }

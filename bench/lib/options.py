@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 RESULTS = Path("bench/results")
 
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = options.DTYPES[1:]  # without auto
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
@@ -51,12 +51,15 @@ def listed(names: list[str] | None) -> tuple[str, ...]:
     return tuple(part.strip() for given in names or () for part in given.split(","))
 
 
-def show(files: list[Path], table: str, missing: dict[str, str]) -> None:
-    """Print a result: its table on stdout, what is missing and the files written on stderr."""
+def keep(folder: Path, name: str, result: Any, table: str, missing: dict[str, str]) -> None:
+    """Write a result, and print its table on stdout, what is missing and the file on stderr."""
+    from .report import write
+
+    file = write(folder, name, result)
     typer.echo(table)
-    for name, reason in missing.items():
-        typer.echo(f"missing: {name}: {reason}", err=True)
-    typer.echo("written: " + ", ".join(map(str, files)), err=True)
+    for each, reason in missing.items():
+        typer.echo(f"missing: {each}: {reason}", err=True)
+    typer.echo(f"written: {file}", err=True)
 
 
 def join(device: str | None, timeout: float) -> tuple[torch.device, int]:

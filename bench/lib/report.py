@@ -1,9 +1,9 @@
-"""Results of the kernel cases as JSON."""
+"""Results as JSON and as tables; who is missing among them, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +12,9 @@ from gsd_kernels_hf.files import write_json
 SCHEMA = 1
 
 
-@dataclass
-class Row:
-    """One contestant at one point; times in seconds, ``None`` where it is missing."""
-
-    operation: str
-    shape: str
-    parameters: dict[str, Any]
-    contestant: str
-    peer: bool = False
-    median: float | None = None
-    p20: float | None = None
-    p80: float | None = None
-    samples: int = 0
-    clock: str | None = None
-    bytes_moved: int | None = None
-    bandwidth_fraction: float | None = None  # of the copy bandwidth measured in the same run
-    max_error: float | None = None
-    setup_seconds: float | None = None
-    missing: str | None = None
-
-
-@dataclass
-class Report:
-    """One run of one kernel case."""
-
-    case: str
-    environment: dict[str, Any]
-    copy_bandwidth: float
-    dtype: str
-    quick: bool
-    rows: list[Row] = field(default_factory=list)
-    schema: int = SCHEMA
-
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name``.json; the files written."""
-        return [write(folder, name, asdict(self))]
-
-    def table(self) -> str:
-        """A Markdown table of all measurements."""
-        return table(self.measured(), OF_A_CASE)
-
-    def measured(self) -> list[Row]:
-        return [row for row in self.rows if row.median is not None]
-
-    def missing(self) -> dict[str, str]:
-        """Contestants without a single measurement, and why."""
-        present = {row.contestant for row in self.measured()}
-        return {row.contestant: row.missing for row in self.rows if row.contestant not in present and row.missing}
-
-
-def write(folder: Path, name: str, data: dict[str, Any]) -> Path:
-    """Write ``name``.json into a folder, which is made; the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_json(folder / f"{name}.json", data)
+def write(folder: Path, name: str, result: Any) -> Path:
+    """Write a report, or the like as plain data, to ``name``.json of a folder, which is made; the file."""
+    return write_json(folder / f"{name}.json", asdict(result) if is_dataclass(result) else result)
 
 
 def caption(environment: dict[str, Any]) -> str:
@@ -87,19 +36,19 @@ def table(rows: Iterable[Any], columns: Columns) -> str:
     return "\n".join([head, "|---" + "|--:" * (len(columns) - 1) + "|", *body])
 
 
-def micros(seconds: float) -> str:
-    """Seconds as µs, ms or s with three digits."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+class Missing(Exception):
+    """One who is measured cannot take part; the text says why."""
 
 
-OF_A_CASE: Columns = {
-    "": lambda row: ", ".join(
-        [row.operation, row.shape, *(f"{name} {value}" for name, value in row.parameters.items())]
-    ),
-    "by": lambda row: row.contestant,
-    "median": lambda row: micros(row.median),
-    "p20–p80": lambda row: f"{micros(row.p20)}–{micros(row.p80)}",
-    "of copy bandwidth": lambda row: f"{row.bandwidth_fraction:.2f}",
-}
+def reason(error: Exception) -> str:
+    """The text of :class:`Missing`; of any other error its kind and text in a line, at most 300 letters of it."""
+    return str(error) if isinstance(error, Missing) else " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def lacking(why: str) -> Callable[..., Any]:
+    """A stand-in for one who cannot take part: any call of it says why."""
+
+    def call(*_: Any) -> Any:
+        raise Missing(why)
+
+    return call

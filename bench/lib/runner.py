@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.table import Op as TableOp
 
 from .environment import environment
-from .missing import Missing, reason
-from .report import Report, Row
+from .report import SCHEMA, Columns, Missing, lacking, reason, table
 from .shapes import default_shapes, shape_named
 from .timing import copy_bandwidth, time_call
 
@@ -54,13 +52,68 @@ def ready(call: Callable[[], Any]) -> Peer:
     return lambda: call
 
 
-def lacking(why: str) -> Peer:
-    """A peer that is not there."""
+@dataclass
+class Row:
+    """One contestant at one point; times in seconds, ``None`` where it is missing."""
 
-    def make() -> Callable[[], Any]:
-        raise Missing(why)
+    operation: str
+    shape: str
+    parameters: dict[str, Any]
+    contestant: str
+    peer: bool = False
+    median: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    samples: int = 0
+    clock: str | None = None
+    bytes_moved: int | None = None
+    bandwidth_fraction: float | None = None  # of the copy bandwidth measured in the same run
+    max_error: float | None = None
+    setup_seconds: float | None = None
+    missing: str | None = None
 
-    return make
+
+@dataclass
+class Report:
+    """One run of one kernel case."""
+
+    case: str
+    environment: dict[str, Any]
+    copy_bandwidth: float
+    dtype: str
+    quick: bool
+    rows: list[Row] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def table(self) -> str:
+        """A Markdown table of all measurements."""
+        return table(self.measured(), OF_A_CASE)
+
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if row.median is not None]
+
+    def missing(self) -> dict[str, str]:
+        """Contestants without a single measurement, and why."""
+        present = {row.contestant for row in self.measured()}
+        return {row.contestant: row.missing for row in self.rows if row.contestant not in present and row.missing}
+
+
+def micros(seconds: float) -> str:
+    """Seconds as µs, ms or s with three digits."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+OF_A_CASE: Columns = {
+    "": lambda row: ", ".join(
+        [row.operation, row.shape, *(f"{name} {value}" for name, value in row.parameters.items())]
+    ),
+    "by": lambda row: row.contestant,
+    "median": lambda row: micros(row.median),
+    "p20–p80": lambda row: f"{micros(row.p20)}–{micros(row.p80)}",
+    "of copy bandwidth": lambda row: f"{row.bandwidth_fraction:.2f}",
+}
 
 
 @dataclass
@@ -99,8 +152,8 @@ class Op:
             self.right = [tensor.clone() for tensor in _tensors((self.checked or self.call)("reference"))]
         self.operation = self.operation or self.op.name
 
-    def contestants(self, settings: Settings) -> Iterator[tuple[str, Peer | None]]:
-        """Names of our backends, and those peers that are wanted.
+    def contestants(self, settings: Settings) -> Iterator[tuple[str, bool, Peer]]:
+        """Our backends and the peers that are wanted: the name, whether it is a peer, and how it is made ready.
 
         Raises:
             ValueError: a backend that the op does not have.
@@ -109,18 +162,10 @@ class Op:
         for name in known if settings.backends is None else settings.backends:
             if name not in known:
                 raise ValueError(f"--backend: {name!r} is none of {', '.join(known)}")
-            yield name, None
-        yield from ((name, self.peers[name]) for name in self.peers if settings.peers is None or name in settings.peers)
-
-    def backend(self, name: str, device: torch.device) -> Callable[[], Any]:
-        """The op by a backend.
-
-        Raises:
-            Missing: it cannot run here, or not with these tensors.
-        """
-        if (missing := unavailable_reason(name, device) or self.refused(name)) is not None:
-            raise Missing(missing)
-        return partial(self.call, name)
+            missing = unavailable_reason(name, settings.device) or self.refused(name)
+            yield name, False, ready(partial(self.call, name)) if missing is None else lacking(missing)
+        wanted = self.peers if settings.peers is None else settings.peers
+        yield from ((name, True, peer) for name, peer in self.peers.items() if name in wanted)
 
     def check(self, output: Any) -> float:
         """How far an output is from the right one: the largest difference of floats, of other numbers the places.
@@ -143,48 +188,47 @@ def _tensors(output: Any) -> Sequence[Tensor]:
 
 
 @torch.no_grad()
-def run(case: ModuleType, settings: Settings) -> Report:
-    """Measure a case: a module with ``NAME`` and ``entries(settings)``."""
-    for name in settings.shapes:
-        shape_named(name)
+def run(name: str, case: Callable[[Settings], Iterable[Op]], settings: Settings) -> Report:
+    """Measure a case by its name: what it gives for the settings."""
+    for shape in settings.shapes:
+        shape_named(shape)
     report = Report(
-        case=case.NAME,
+        case=name,
         environment=environment(settings.device),
         copy_bandwidth=copy_bandwidth(settings.device, quick=settings.quick),
         dtype=str(settings.dtype).removeprefix("torch."),
         quick=settings.quick,
     )
-    for op in case.entries(settings):
-        for name, peer in op.contestants(settings):
+    for op in case(settings):
+        for contestant in op.contestants(settings):
             where = [op.shape, *(f"{key} {value}" for key, value in op.parameters.items())]
-            print(f"{case.NAME}: {op.operation}: {', '.join(where)}: {name}", file=sys.stderr, flush=True)
-            report.rows.append(measure(op, name, peer, settings, report.copy_bandwidth))
+            print(f"{name}: {op.operation}: {', '.join(where)}: {contestant[0]}", file=sys.stderr, flush=True)
+            report.rows.append(measure(op, *contestant, settings, report.copy_bandwidth))
     return report
 
 
-def measure(op: Op, name: str, peer: Peer | None, settings: Settings, bandwidth: float) -> Row:
+def measure(op: Op, name: str, peer: bool, make: Peer, settings: Settings, bandwidth: float) -> Row:
     """Time a backend, or a peer, whose result is right; ``bandwidth`` of copying is what its bytes are held against.
 
     Raises:
         RuntimeError: one of ours is wrong. Whatever fails of a peer is why it is missing, but for a GPU that is lost.
     """
-    row = Row(op.operation, op.shape, op.parameters, name, peer=peer is not None)
+    row = Row(op.operation, op.shape, op.parameters, name, peer)
     try:
         begin = time.perf_counter()
-        call = op.backend(name, settings.device) if peer is None else peer()
+        call = make()
         output = call()
-        if peer is not None:
+        if peer:
             if settings.device.type == "cuda":
                 torch.cuda.synchronize(settings.device)
             row.setup_seconds = time.perf_counter() - begin
         elif op.checked is not None:
             output = op.checked(name)
-        if peer is None or op.alike:
+        if op.alike or not peer:
             row.max_error = op.check(output)
         timing = time_call(call, settings.device, seconds=settings.seconds)
     except Exception as error:
-        ours = peer is None and not isinstance(error, Missing)
-        if ours or isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError) or not (peer or isinstance(error, Missing)):
             raise
         row.missing = reason(error)
         return row

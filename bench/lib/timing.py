@@ -6,6 +6,7 @@ everything. On an idle GPU the first event is recorded at once, and the time in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ MIN_SAMPLES = 5
 WARM_SAMPLES = 3  # of a GPU, not counted: clocks rise, a graph's first launch uploads it
 FIRST_SPIN_CYCLES, MAX_SPIN_CYCLES = 1 << 17, 1 << 27  # GPU cycles: about 70 µs and 70 ms
 PRODUCT_ROWS, PRODUCT_INPUTS = 16, 8192  # of a product that reads as fast as any
-CACHE_MULTIPLE = 3  # bytes of what is written over before a call, as a multiple of the second-level cache
+CACHE_MULTIPLE = 3  # bytes of what is read before a call, as a multiple of the second-level cache
 
 
 @dataclass(frozen=True)
@@ -61,61 +62,36 @@ def time_call(function: Callable[[], Any], device: torch.device, *, seconds: flo
 
 
 def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: float) -> Timing:
-    call, queue, flush = replayable(function, device), BusyQueue(), flusher(device)
-    samples = queue.sample(call, seconds, before=flush)
-    return Timing.of(samples, queue.clock("events" if call is function else "cuda graph"))
-
-
-def flusher(device: torch.device) -> Callable[[], Any]:
-    """A function that leaves nothing in a GPU's second-level cache but zeros, read and not written: what was written
-    would be carried out to memory while the call that is timed reads."""
-    size = CACHE_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size
-    zeros, total = torch.zeros(size // 4, device=device), torch.empty((), device=device)
-    return lambda: torch.sum(zeros, 0, out=total)
-
-
-class BusyQueue:
-    """Times calls on a GPU that spins until all of a call is queued.
+    """Time a call on a GPU that spins until all of it is queued.
 
     Whether it did is asked of the first event: one that is reached already when the host is done was too early, and the
     sample is taken again behind a longer spin. A call that waits for the GPU itself keeps no queue; its samples count
-    the host's time, and the clock says so.
+    the host's time, and the clock says so. Before each call nothing is left in the second-level cache but zeros, read
+    and not written: what was written would be carried out to memory while the call reads.
     """
-
-    def __init__(self) -> None:
-        self.spin, self.idle = FIRST_SPIN_CYCLES, False
-
-    def sample(
-        self, call: Callable[[], Any], seconds: float, *, before: Callable[[], Any] = lambda: None
-    ) -> list[float]:
-        """Seconds of ``call``, for about ``seconds`` in all; ``before`` comes before each, and is not timed."""
-        for _ in range(WARM_SAMPLES):
-            self.seconds(call, before)
-        samples: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(samples) < MIN_SAMPLES or time.perf_counter() < end:
-            samples.append(self.seconds(call, before))
-        return samples
-
-    def seconds(self, call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
-        """Device seconds of one call."""
-        while True:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before()
-            torch.cuda._sleep(self.spin)
-            begin.record()
-            call()
-            end.record()
-            early = begin.query()
-            end.synchronize()
-            if not early or self.spin >= MAX_SPIN_CYCLES:
-                self.idle |= early
-                return begin.elapsed_time(end) / 1e3
-            self.spin *= 2
-
-    def clock(self, name: str) -> str:
-        """``name``, with a word where the GPU waited for the host between the events."""
-        return f"{name}, host included" if self.idle else name
+    call = replayable(function, device)
+    zeros = torch.zeros(CACHE_MULTIPLE * torch.cuda.get_device_properties(device).L2_cache_size // 4, device=device)
+    total = torch.empty((), device=device)
+    samples: list[float] = []
+    spin, idle, over = FIRST_SPIN_CYCLES, False, math.inf
+    while len(samples) < WARM_SAMPLES + MIN_SAMPLES or time.perf_counter() < over:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.sum(zeros, 0, out=total)
+        torch.cuda._sleep(spin)
+        begin.record()
+        call()
+        end.record()
+        early = begin.query()
+        end.synchronize()
+        if early and spin < MAX_SPIN_CYCLES:
+            spin *= 2
+            continue
+        idle |= early
+        samples.append(begin.elapsed_time(end) / 1e3)
+        if len(samples) == WARM_SAMPLES:
+            over = time.perf_counter() + seconds
+    clock = "events" if call is function else "cuda graph"
+    return Timing.of(samples[WARM_SAMPLES:], f"{clock}, host included" if idle else clock)
 
 
 def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:

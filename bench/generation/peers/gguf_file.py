@@ -41,9 +41,18 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(_BASE)
     writer.add_vocab_size(config.vocab_size)
-    _add_vocabulary(writer, config.vocab_size, ends)
+    # Names that a text can be read back from; this kind of tokenizer has no end-of-text token of its own.
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"t{token}" for token in range(config.vocab_size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_add_bos_token(False)
+    if ends:
+        writer.add_eos_token_id(ends[0])
 
-    _add(writer, "rope_freqs.weight", _frequency_factors(model.model.rotary_emb.inv_freq))
+    # llama.cpp divides its frequencies by factors, so that they are the model's, scaled or rounded.
+    inverse = model.model.rotary_emb.inv_freq
+    own = _BASE ** (-torch.arange(len(inverse), dtype=torch.float64) / len(inverse))
+    _add(writer, "rope_freqs.weight", own / inverse.double())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.named_parameters():  # a head that is the embedding is not among them
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -53,13 +62,6 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _frequency_factors(inverse: Tensor) -> Tensor:
-    """The factors by which llama.cpp divides its frequencies, so that they are the model's, scaled or rounded."""
-    half = len(inverse)
-    own = _BASE ** (-torch.arange(half, dtype=torch.float64) / half)
-    return own / inverse.double()
 
 
 def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
@@ -73,13 +75,3 @@ def _add(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
     raw = weight.detach().contiguous()
     raw = raw if raw.dim() > 1 else raw.float()
     writer.add_tensor(name, raw.view(torch.uint8).numpy(), raw_shape=None, raw_dtype=_TYPES[raw.dtype])
-
-
-def _add_vocabulary(writer: gguf.GGUFWriter, size: int, ends: Sequence[int]) -> None:
-    """Names that a text can be read back from; this kind of tokenizer has no end-of-text token of its own."""
-    writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([f"t{token}" for token in range(size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_add_bos_token(False)
-    if ends:
-        writer.add_eos_token_id(ends[0])

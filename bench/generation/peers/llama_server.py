@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import Place, Setting, usual_choices
+from .base import Engine, Place, Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def find_binaries(folder: Path | None) -> Path | None:
 
 
 @dataclass(frozen=True)
-class LlamaServer:
+class LlamaServer(Engine):
     """One slot, no prompt cache; requests by a socket of this machine.
 
     Attributes:
@@ -82,24 +82,19 @@ class LlamaServer:
             place.mkdir(parents=True)
             (place / FILE).symlink_to(self.source.resolve())
         if self.weights:
-            made = place / f"{self.weights}.gguf"
-            self._quantise(place / FILE, made)
+            made, tool = place / f"{self.weights}.gguf", Path(f"{self.binaries}/llama-quantize")
+            if not tool.is_file():
+                raise FileNotFoundError(f"{self.name}: no llama-quantize in {self.binaries}; build it there")
+            command = [tool, "--allow-requantize", place / FILE, made, self.weights.upper()]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"llama-quantize {self.weights}: {' '.join(done.stderr.split())[-200:]}")
             made.replace(place / FILE)
-
-    def _quantise(self, file: Path, made: Path) -> None:
-        assert self.binaries is not None
-        tool = self.binaries / "llama-quantize"
-        if not tool.is_file():
-            raise FileNotFoundError(f"{self.name}: no llama-quantize in {self.binaries}; build it there")
-        command = [str(tool), "--allow-requantize", str(file), str(made), self.weights.upper()]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"llama-quantize {self.weights}: {' '.join(done.stderr.split())[-200:]}")
 
     def choices(self, kind: str) -> list[Setting]:
         if kind == "lookup":
             return [Setting(kind, tokens, mode) for mode, tokens in LOOKUPS]
-        return usual_choices(kind)
+        return super().choices(kind)
 
     def weight_bytes(self, folder: Path) -> int | None:
         import gguf
@@ -107,8 +102,7 @@ class LlamaServer:
         return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "target" / FILE).tensors)
 
     def start(self, place: Place) -> _Servers:
-        assert self.binaries is not None
-        return _Servers(place, self.binaries / "llama-server")
+        return _Servers(place, f"{self.binaries}/llama-server")
 
     def about(self) -> str:
         done = subprocess.run([f"{self.binaries}/llama-server", "--version"], capture_output=True, text=True)
@@ -118,7 +112,7 @@ class LlamaServer:
 class _Servers:
     """One server a kind; it is started anew for another setting."""
 
-    def __init__(self, place: Place, binary: Path) -> None:
+    def __init__(self, place: Place, binary: str) -> None:
         self.place, self.binary = place, binary
         self.opened: dict[str, tuple[Setting, _Server]] = {}
 
@@ -153,7 +147,7 @@ class _Servers:
         elif setting.tokens:
             options |= {"--spec-draft-n-max": setting.tokens}
         flags = ["--no-ui", "--offline", "--log-disable"]
-        return [str(self.binary), *flags, *(str(part) for option in options.items() for part in option)]
+        return [self.binary, *flags, *(str(part) for option in options.items() for part in option)]
 
     def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> list[int]:
         ends = self.place.ends
@@ -182,9 +176,6 @@ class _Server:
                 stderr=log,
                 preexec_fn=_end_with_parent,
             )
-        self._wait()
-
-    def _wait(self) -> None:
         until = time.monotonic() + LOAD_SECONDS
         while time.monotonic() < until:
             if self.process.poll() is not None:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import Place, Setting, usual_choices
+from .base import Engine, Place, Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ LOOKUP_NGRAM = 3  # the longest that is looked for
 
 
 @dataclass(frozen=True)
-class OpenVino:
+class OpenVino(Engine):
     """Its pipelines: paged attention, one request at a time, no prefix caching.
 
     Attributes:
@@ -51,9 +51,6 @@ class OpenVino:
             if model is not None:
                 write_ir(model, folder / name, weights=self.weights if name == "target" else "")
                 write_tokenizer(folder / name, tokenizer)
-
-    def choices(self, kind: str) -> list[Setting]:
-        return usual_choices(kind)
 
     def weight_bytes(self, folder: Path) -> int | None:
         return (folder / "target" / "openvino_model.bin").stat().st_size if self.weights else None

@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels_cli.comparison import Run
 from gsd_kernels_hf.extras import cure
 
-from ...lib.missing import Missing, reason
-from ..competitors import Competitor, Decode
-from ..pairs import Pair, Prompt
-from .base import TOKENS, Engine, Place, Setting
+from ...lib.report import Missing, lacking, reason
+from ..competitors import Decode, Ways
+from ..pairs import Prompt
+from .base import TOKENS, Engine, EngineProcess, Place, Setting
 from .llama_server import VARIABLE, LlamaServer
-from .process import EngineProcess
 
 TUNING_TOKENS, WARM_UP_TOKENS = 64, 8
 DTYPES = (torch.float32, torch.bfloat16)
@@ -36,20 +35,23 @@ def name_of(engine: Engine, kind: str) -> str:
 
 @contextmanager
 def peers(
-    pair: Pair,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
     names: Sequence[str],
     tuning: Sequence[Prompt],
     *,
+    longest: int,
     new_tokens: int,
     engines: Sequence[Engine],
-    ends: Sequence[int] = (),
-) -> Iterator[tuple[dict[str, Competitor], dict[str, Any]]]:
+    ends: tuple[int, ...] = (),
+) -> Iterator[tuple[Ways, dict[str, Any]]]:
     """Engines in their processes, until the ``with`` block ends.
 
     Args:
-        pair: whose target and draft they get, and with them its longest prompt's length.
+        target, draft: the models that they get.
         names: of the engines' ways; others are none of this room's.
         tuning: prompts that are not reported, to choose the numbers of drafted tokens on.
+        longest: tokens of the longest prompt of the race.
         new_tokens: of the race.
         engines: to be started.
         ends: tokens that end a text.
@@ -57,20 +59,20 @@ def peers(
     Yields: their ways by name; and notes, per engine its version and bits a weight, per name the chosen setting and
         what it was chosen by.
     """
-    longest = max(prompt.input_ids.shape[1] for prompt in (*pair.prompts, *tuning)) + max(new_tokens, TUNING_TOKENS)
-    ways: dict[str, Competitor] = {}
+    longest = max(longest, *(prompt.input_ids.shape[1] for prompt in tuning)) + max(new_tokens, TUNING_TOKENS)
+    ways: Ways = {}
     notes: dict[str, Any] = {}
     with ExitStack() as stack:
 
         def started(engine: Engine) -> EngineProcess:
             print(f"peers: converting for {engine.name}", file=sys.stderr, flush=True)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gsd-kernels-")))
-            engine.prepare(pair.target, pair.draft, folder)
-            dtype = str(pair.target.dtype).removeprefix("torch.")
-            process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest, tuple(ends)))
+            engine.prepare(target, draft, folder)
+            dtype = str(target.dtype).removeprefix("torch.")
+            process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest, ends))
             stack.callback(process.close)
             size = engine.weight_bytes(folder)
-            bits = pair.target.dtype.itemsize * 8 if size is None else 8 * size / pair.target.num_parameters()
+            bits = target.dtype.itemsize * 8 if size is None else 8 * size / target.num_parameters()
             notes[engine.name] = {"version": process.about(), "bits": bits}
             return process
 
@@ -79,16 +81,16 @@ def peers(
             if not kinds:
                 continue
             try:
-                check(engine, pair)
+                check(engine, target, draft)
                 process = started(engine)
             except Exception as error:
-                ways |= {name: Competitor(name, missing=reason(error)) for name in kinds}
+                ways |= dict.fromkeys(kinds, lacking(reason(error)))
                 continue
             for name, kind in kinds.items():
                 try:
-                    ways[name] = Competitor(name, _decoder(process, _chosen(process, name, kind, tuning, notes)))
+                    ways[name] = _decoder(process, _chosen(process, name, kind, tuning, notes))
                 except Exception as error:
-                    ways[name] = Competitor(name, missing=reason(error))
+                    ways[name] = lacking(reason(error))
         yield ways, notes
 
 
@@ -114,14 +116,14 @@ def _chosen(process: EngineProcess, name: str, kind: str, tuning: Sequence[Promp
     return best
 
 
-def check(engine: Engine, pair: Pair) -> None:
+def check(engine: Engine, *models: PreTrainedModel | None) -> None:
     """Raise :class:`Missing` where an engine cannot take part."""
     absent = [package for package in engine.packages if importlib.util.find_spec(package) is None]
     if absent:
         raise Missing(f"{absent[0]} is not installed: {cure('peers')}")
     if isinstance(engine, LlamaServer) and engine.binaries is None:
         raise Missing(f"there is no llama-server: build llama.cpp and name its folder by ${VARIABLE}, or on PATH")
-    for model in filter(None, (pair.target, pair.draft)):
+    for model in filter(None, models):
         if model.dtype not in DTYPES:
             raise Missing(f"compared in float32 and bfloat16, not {str(model.dtype).removeprefix('torch.')}")
         if not isinstance(model, LlamaForCausalLM) or model.config.attention_bias or model.config.mlp_bias:

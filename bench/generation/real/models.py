@@ -1,8 +1,9 @@
-"""The model that works, with what may draft for it: SmolLM2 out of its package, or the user's own."""
+"""The model that works: SmolLM2 out of its package, or the user's own; what may draft for it, and who decodes it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,39 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gsd_kernels_cli import comparison
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
+from gsd_kernels_hf.sources.learned import shipped_file
 from gsd_kernels_hf.sources.load import load_drafter
 
-from ..names import DRAFT, DRAFTER, DRAFTER_ALONE
+from ..competitors import Ways, decoding
+from ..configs import PROMPT_LOOKUP_TOKENS
+from ..names import (
+    DRAFT,
+    DRAFTER,
+    DRAFTER_ALONE,
+    HF,
+    HF_ASSISTED,
+    HF_LOOKUP,
+    HISTORY,
+    LLAMA_CPP_WEIGHTS,
+    OPENVINO_WEIGHTS,
+    OURS,
+    PACKED,
+    PACKED_HISTORY,
+    PACKED_UNLEARNED,
+    PLAIN,
+    UNLEARNED,
+)
+from ..peers.base import Engine
+from ..peers.llama_server import LlamaServer, find_binaries
+from ..peers.openvino import OpenVino
+from ..peers.race import name_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,40 @@ class Real:
     def shared_draft(self) -> PreTrainedModel | None:
         """The draft for other engines, which take one of the target's tokenizer."""
         return None if self.tokenizers else self.draft
+
+    def engines(self, binaries: Path | None) -> list[Engine]:
+        """Other engines, one a kind of weights; ``binaries``: where llama.cpp was built, see :func:`find_binaries`."""
+        dtype, folder = self.model.dtype, self.tokenizer_folder
+        engines: list[Engine] = [OpenVino(weights, folder) for weights in OPENVINO_WEIGHTS]
+        if dtype == torch.float32:  # elsewhere they are floats anyway
+            engines += [OpenVino(weights, folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
+        place, own = find_binaries(binaries), {torch.bfloat16: ["bf16"], torch.float32: ["f32"]}.get(dtype, [])
+        file = [""] if self.gguf is not None else []
+        return engines + [LlamaServer(place, each, self.gguf, self.ends) for each in (*own, *file, *LLAMA_CPP_WEIGHTS)]
+
+    def ways(self) -> Ways:
+        """The ways of this model that run in this process: transformers' and ours."""
+        model, packed, history = self.model, self.packed, {"draft_sources": ("history",)}
+        ways = {
+            HF: comparison.plain(model),
+            HF_LOOKUP: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+        }
+        if self.draft is not None:
+            ways[HF_ASSISTED] = comparison.assisted(model, self.draft, **self.tokenizers)
+        ways |= {PLAIN: comparison.undrafted(model), HISTORY: comparison.graph(model, **history)}
+        if packed is not None:
+            ways |= {PACKED: comparison.undrafted(packed), PACKED_HISTORY: comparison.graph(packed, **history)}
+        for way, of in ((UNLEARNED, model), (PACKED_UNLEARNED, packed)):
+            if of is not None and shipped_file(of) is not None:
+                ways[way] = comparison.graph(of, **history, learned=False)
+        ways |= {way: comparison.graph(model, **options) for way, options in self.drafts.items()}
+        return {name: decoding(contender) for name, contender in ways.items()}
+
+    def names(self, own: Iterable[str], engines: Sequence[Engine]) -> list[str]:
+        """All ways that there are for this model, transformers' first, ours last."""
+        kinds = ("plain", "lookup", *(("draft",) if self.shared_draft is not None else ()))
+        theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
+        return sorted([*own, *theirs], key=lambda way: 0 if way.startswith(HF) else 2 if way in OURS else 1)
 
 
 def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: torch.dtype) -> Real:

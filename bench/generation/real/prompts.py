@@ -86,7 +86,13 @@ def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list
     names = [chat.name for chat in chats]
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts: {place}: two prompts have the name {max(names, key=names.count)!r}")
-    return first_of_each_kind(chats, limit or len(chats)), others or chats[:TUNED_ON]
+    seen: Counter[str] = Counter()
+    reported = []
+    for chat in chats:
+        seen[chat.kind] += 1
+        if limit is None or seen[chat.kind] <= limit:
+            reported.append(chat)
+    return reported, others or chats[:TUNED_ON]
 
 
 def _rows(place: Path) -> list[Any]:
@@ -143,17 +149,6 @@ def _question(fault: str, number: int, given: dict[str, Any]) -> Chat:
         kind = "mt_bench"
     name = str(given.get("question_id", f"prompt-{number}"))
     return Chat(name, kind, [{"role": "user", "content": turns[0]}], tuple(turns[1:]), name)
-
-
-def first_of_each_kind(chats: list[Chat], count: int) -> list[Chat]:
-    """At most ``count`` chats of every kind, in order."""
-    seen: Counter[str] = Counter()
-    first = []
-    for chat in chats:
-        seen[chat.kind] += 1
-        if seen[chat.kind] <= count:
-            first.append(chat)
-    return first
 
 
 def encoded(chats: list[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
