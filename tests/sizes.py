@@ -41,7 +41,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 18,
     "python/gsd_kernels_hf/sources": 157,
     "python/gsd_kernels_hf/validate": 17,
-    "python/gsd_kernels_serve": 90,
+    "python/gsd_kernels_serve": 88,
     "python/gsd_kernels_sglang": 19,
     "python/gsd_kernels_train": 84,
     "python/gsd_kernels_train/recipes": 3,

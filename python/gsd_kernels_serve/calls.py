@@ -30,7 +30,7 @@ from .answers import Answer
 from .checks import Json, Refused, one_line
 from .generation import refused_config
 from .logprobs import Entry, Place, Recorder, of_prompt
-from .messages import forced_calls
+from .messages import Offered, forced_calls
 from .schemas import Marked
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ class Request:
         prompts: B of them.
         named: arguments that ``generation_config`` names: what ``generate`` then refuses is its.
         top: likeliest tokens to record with their log-probabilities; ``None``: no log-probabilities.
-        tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
-        forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
+        offered: functions; none for ``tool_choice: "none"``.
         held: the JSON schema that a text is held to, and the field that asks for it; ``None``: it is free.
         grammar: that schema, compiled.
         reference: tokens that the texts may repeat, or ``None``.
@@ -107,8 +106,7 @@ class Request:
     prompts: list[Prompt]
     named: Json
     top: int | None = None
-    tools: list[Json] = field(default_factory=list)
-    forced: str | None = None
+    offered: Offered = field(default_factory=Offered)
     held: tuple[Any, str] | None = None
     grammar: Any = None
     reference: list[int] | None = None
@@ -141,7 +139,7 @@ class Request:
     @property
     def is_content(self) -> bool:
         """Return whether a whole text is JSON by a grammar: content, whatever the prompt has begun."""
-        return self.forced is not None or (self.held is not None and not isinstance(self.held[0], Marked))
+        return self.offered.forced is not None or (self.held is not None and not isinstance(self.held[0], Marked))
 
     def processors(self, prompt: int) -> list[LogitsProcessor]:
         """New ones, for one text behind ``prompt`` tokens."""
@@ -253,7 +251,7 @@ class Writer:
         send: Callable[[Piece | None], None],
     ) -> None:
         self.call, self.tokenizer, self.stopping, self.answer, self.send = call, tokenizer, stopping, answer, send
-        self.forced = call.request.forced
+        self.forced = call.request.offered.forced
         self.live = call.request.stream and self.forced is None
         self.decoding = DecodeStream(call.prompt.last, skip_special_tokens=answer is None)
         self.prompt = True  # comes first
@@ -363,11 +361,7 @@ class Queue(GenerateManager):
 
     def wait(self, seconds: float) -> bool:
         """Wait until the thread is idle; whether it is."""
-        try:
-            self.submit(lambda: None).result(seconds)
-        except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
-            return False
-        return True
+        return bool(concurrent.futures.wait([self.submit(lambda: None)], seconds).done)
 
     def decode(self, writer: Writer) -> None:
         """Decode a text, on the thread.

@@ -304,10 +304,12 @@ class Chats(Texts):
             raise Refused(needed, f"the chat template: {one_line(error)}") from error
         ids = service.tokens(written, needed, add_special_tokens=False)
         top = body.get("top_logprobs", 0) if body.get(name) else None
-        return self.request(body, [Prompt(ids)], top=top, tools=offered.tools, forced=offered.forced, held=held)
+        return self.request(body, [Prompt(ids)], top=top, offered=offered, held=held)
 
     def answer(self, request: Request) -> Answer | None:
-        return None if request.is_content else self.service.answers.begin(request.prompts[0].ids, request.tools)
+        if request.is_content:
+            return None
+        return self.service.answers.begin(request.prompts[0].ids, request.offered.tools)
 
     def log_probs_of(self, call: Call, written: list[Entry]) -> Json | None:
         """Log-probabilities of tokens that a part was made of; ``None``: none, or not asked for."""
@@ -344,7 +346,7 @@ class Chat(Chats, Choices):
         message = choice.pop("delta")
         for made in message.get("tool_calls", ()):
             del made["index"]
-        if call.made and call.request.forced is not None:
+        if call.made and call.request.offered.forced is not None:
             message["content"] = None
         return {"message": {**message, "refusal": None}, **choice}
 

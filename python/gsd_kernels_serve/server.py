@@ -85,7 +85,10 @@ class Door:
             host = name_of(given.get(b"host", b"").decode("latin-1"))  # without its port
             if self.hosts is not None and host not in self.hosts:
                 raise HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
-            body = await self._body(receive) if posts else b""
+            try:
+                body = await asyncio.wait_for(self._body(receive), READ_SECONDS) if posts else b""
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s") from None
             if body is None:  # the client is gone
                 return
             if posts and self.under_way >= self.limits.requests:
@@ -115,15 +118,11 @@ class Door:
         """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped.
 
         Raises:
-            HTTPException: it is too large, or too slow.
+            HTTPException: it is too large.
         """
         body, size, more = bytearray(), 0, True
-        until = time.monotonic() + READ_SECONDS
         while more:
-            try:
-                message = await asyncio.wait_for(receive(), until - time.monotonic())
-            except asyncio.TimeoutError:
-                raise HTTPException(408, f"the body was not sent within {READ_SECONDS:g} s") from None
+            message = await receive()
             if message["type"] != "http.request":
                 return None
             size += len(message.get("body", b""))

@@ -200,7 +200,7 @@ def answer_of(error: BaseException, endpoint: str) -> tuple[int, Json]:
     status, code = _STATUS.get(type(error), (500, None))
     if isinstance(error, RequestValidationError):  # no JSON object, or an argument of another route is missing
         status = 400
-        message = "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
+        message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, asyncio.CancelledError):  # after the time that uvicorn gives to requests as it stops
