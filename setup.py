@@ -190,13 +190,13 @@ def missing_torch() -> list[str]:
 
 def extensions(tools: Toolchain) -> list[Extension]:
     found = []
-    for name, cuda, folder in (("cpu", False, "cpu"), ("cuda", True, "cuda")):
+    for name, cuda in (("cpu", False), ("cuda", True)):
         variable = f"GSD_KERNELS_BUILD_{name.upper()}"
         want = wanted(variable)
         if want is False:
             continue
         missing = tools.missing(cuda=cuda)
-        sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
+        sources = sorted(str(p) for p in (CSRC / name).iterdir() if p.suffix in (".cpp", ".cu"))
         if missing is not None:
             if want:
                 raise SystemExit(f"{variable}=1, but there is no {missing}")

@@ -109,17 +109,13 @@ def api() -> str:
     parts = [HEAD]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}\n")
-        parts += [entry(name, value_of(name)) for name in names]
+        parts += map(entry, names)
     return "\n".join(parts)
 
 
-def value_of(name: str) -> Any:
-    """A public name, or one of :data:`TYPES`."""
-    return getattr(import_module(TYPES[name]) if name in TYPES else gsd_kernels, name)
-
-
-def entry(name: str, value: Any) -> str:
-    """One name: its signature unless it is a type, its docstring, and the public methods of a class."""
+def entry(name: str) -> str:
+    """A public name or one of :data:`TYPES`: its signature unless it is a type, its docstring, a class's methods."""
+    value = getattr(import_module(TYPES[name]) if name in TYPES else gsd_kernels, name)
     if not callable(value):
         return f"### `{name}`\n\n`{value!r}`\n"
     made = f"*Type*, of `{TYPES[name]}`.\n" if name in TYPES else code(f"{name}{signature(value)}")
@@ -153,18 +149,14 @@ def signature(value: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
             parts.append("*")
         if parameter.name != "self":
-            parts.append(_parameter(parameter))
+            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+            kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+            parts.append(f"{stars}{parameter.name}{kind}{default}")
     returned = "" if found.return_annotation in (found.empty, None, "None") else f" -> {found.return_annotation}"
     if len(line := f"({', '.join(parts)}){returned}") <= LINE:
         return line
     return "(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
-
-
-def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
-    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-    return f"{stars}{parameter.name}{kind}{default}"
 
 
 def code(text: str) -> str:

@@ -30,7 +30,7 @@ BUDGET = {
     "gsd_kernels": 20,
     "gsd_kernels/ops": 180,
     "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
-    "python/gsd_kernels_cli": 99,
+    "python/gsd_kernels_cli": 98,
     "python/gsd_kernels_hf": 46,
     "python/gsd_kernels_hf/acceptance": 21,
     "python/gsd_kernels_hf/costs": 11,

@@ -43,7 +43,10 @@ class Commands(TyperGroup):
         except (ValueError, TypeError, OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
             if ctx.params.get("debug"):
                 raise
-            _print_error(self._as_typed(ctx, " ".join(str(error).split()) or type(error).__name__))
+            message = self._as_typed(ctx, " ".join(str(error).split()) or type(error).__name__)
+            whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
+            err.quiet = False  # errors are said by every rank
+            err.print(f"gsd-kernels: error: {whose}{message}")
             raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
 
     def _as_typed(self, ctx: Any, message: str) -> str:
@@ -65,10 +68,3 @@ def finite(_: Any, param: Any, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value) and value != param.default:
         raise ValueError(f"{param.opts[0]}: expected a finite number, got {value}")
     return value
-
-
-def _print_error(message: str) -> None:
-    """One line on stderr, of every rank."""
-    whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
-    err.quiet = False
-    err.print(f"gsd-kernels: error: {whose}{message}")

@@ -24,7 +24,7 @@ from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_al
 from gsd_kernels_hf.progress import tracked
 
 from .busy import Others, distrust
-from .output import out, size, table
+from .output import out, table
 
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
@@ -181,7 +181,7 @@ class Race:
                 f"{run['tokens_per_second']:.1f}",
                 "–" if doubt else f"{run['speedup']:.2f}",
                 f"{run['tokens_per_forward']:.2f}",
-                size(run["peak_bytes"]),
+                "–" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**20:.1f} MiB",
             ]
             for run in found["ways"]
         ]
@@ -279,7 +279,6 @@ def race(
         seconds: no further round is begun once this is spent; there is always one.
     """
     rounds: list[dict[str, Run]] = []
-    divergences = []
     names, total = list(contenders), len(contenders) * len(prompts)
     with tracked(f"decoding {len(prompts)} prompts, {len(names)} times each", total, "runs") as update:
         for name, contender in contenders.items():
@@ -296,9 +295,10 @@ def race(
                 runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
             rounds.append({name: runs[name] for name in names})
         share = others.share()
-    for inputs, runs in zip(prompts, rounds, strict=False):
-        texts = runs[names[0]].tokens, runs[names[-1]].tokens
-        divergences.append(first_divergence(target, inputs["input_ids"], *texts))
+    divergences = [
+        first_divergence(target, inputs["input_ids"], runs[names[0]].tokens, runs[names[-1]].tokens)
+        for inputs, runs in zip(prompts, rounds, strict=False)
+    ]
     return Race(rounds, divergences, share)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata, util
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,7 +88,13 @@ def examine(*, prove: bool = False) -> dict[str, dict[str, Any]]:
     devices = [torch.device("cpu"), *gpus]
     proofs = {str(gpu): gpu_proof.report(gpu, again=prove) for gpu in gpus if fused.missing(gpu) is None}
     installed = {name: version or "missing" for name, version in versions().items()}
-    installed |= {"platform": platform.platform(), **_compilers(), "flash attention": _flash_attention(bool(gpus))}
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    installed |= {
+        "platform": platform.platform(),
+        "c++": _release(os.environ.get("CXX") or "g++", 0),
+        "nvcc": _release(shutil.which("nvcc") or os.path.join(home, "bin", "nvcc"), -1),
+        "flash attention": _flash_attention(bool(gpus)),
+    }
     for device in devices:
         installed[f"rows on {device}"] = _rows_on(fused.missing(device), proofs.get(str(device)))
     for gpu in gpus:
@@ -100,7 +106,7 @@ def examine(*, prove: bool = False) -> dict[str, dict[str, Any]]:
             if slow is None
             else f"PyTorch's operators, hundreds of launches a step: {slow}"
         )
-    installed["server"] = _server()
+    installed["server"] = _said(resolve_name("gsd_kernels_serve.limits:check_installed"), "transformers' own")
     installed["demo's model"] = smollm2.why_missing() or smollm2.NAME
     installed["drawing"] = "matplotlib" if util.find_spec("matplotlib") else f"matplotlib is missing: {cure('plot')}"
     report = {"installed": installed | {str(device): _device(device) for device in devices}}
@@ -109,7 +115,7 @@ def examine(*, prove: bool = False) -> dict[str, dict[str, Any]]:
         report[f"backends on {device}"] = _ready(reasons)
     if unavailable_reason("cpu", devices[0]) is None:
         levels = _ready(cpu_levels.levels())
-        report["instructions for rows on the CPU"] = {**levels, "in use": _level()}
+        report["instructions for rows on the CPU"] = {**levels, "in use": _said(cpu_levels.active)}
     return {**report, "proofs": proofs}
 
 
@@ -141,7 +147,7 @@ def _flash_attention(gpu: bool) -> str:
     """The installed flash-attn, or why prompts cannot go through it. Graph rows never do: they have an operator."""
     try:
         version = metadata.version("flash-attn")
-        pkgutil.resolve_name("flash_attn")
+        resolve_name("flash_attn")
     except metadata.PackageNotFoundError:
         needs = "" if gpu else ", on a machine with an NVIDIA GPU"
         return f"flash-attn is missing: {cure('flash', '--no-build-isolation')}{needs}; sdpa serves without it"
@@ -151,23 +157,12 @@ def _flash_attention(gpu: bool) -> str:
     return version if gpu else f"{version}, there is no NVIDIA GPU; sdpa serves without one"
 
 
-def _server() -> str:
-    """The server that ``gsd-kernels serve`` runs, or why it cannot."""
+def _said(call: Callable[[], str | None], otherwise: str = "") -> str:
+    """What a call returns, or the words of its error."""
     try:
-        pkgutil.resolve_name("gsd_kernels_serve.limits:check_installed")()
-    except ImportError as error:
+        return call() or otherwise
+    except (ImportError, ValueError) as error:
         return str(error).removeprefix("serve: ")
-    return "transformers' own"
-
-
-def _level() -> str:
-    """The instructions in use, or why none can be."""
-    from gsd_kernels import cpu_levels
-
-    try:
-        return cpu_levels.active()
-    except ValueError as error:
-        return str(error)
 
 
 def _device(device: torch.device) -> str:
@@ -178,13 +173,6 @@ def _device(device: torch.device) -> str:
         return f"{name}, {torch.get_num_threads()} threads, {capability}"
     gpu = torch.cuda.get_device_properties(device)
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.major}.{gpu.minor}"
-
-
-def _compilers() -> dict[str, str]:
-    """Name the compilers that an installation here would build with, as they name their releases."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc") or os.path.join(home, "bin", "nvcc")
-    return {"c++": _release(os.environ.get("CXX") or "g++", 0), "nvcc": _release(nvcc, -1)}
 
 
 def _release(command: str, line: int) -> str:

@@ -106,17 +106,22 @@ def draw_step(picture: StepPicture, decode: Callable[[int], str], files: Sequenc
         axes.set_title(title, loc="left", fontweight="bold")
         for source, target, merged, accepted in edges:
             ends = (x[source] + len(labels[source]) + PADDING, y[source]), (x[target] - PADDING, y[target])
-            arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=10)
-            arrow.set(color="#15803d" if accepted else "#7c3aed" if merged else "#9ca3af")
-            arrow.set(linestyle="dashed" if merged else "solid", linewidth=2 if accepted else 1)
-            axes.add_patch(arrow)
+            style = {
+                "color": "#15803d" if accepted else "#7c3aed" if merged else "#9ca3af",
+                "linestyle": "dashed" if merged else "solid",
+                "linewidth": 2 if accepted else 1,
+            }
+            axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=10, **style))
         for node, label in enumerate(labels):
             fill, outline, colour, _ = COLOURS[kinds[node]]
             box = {"boxstyle": "round,pad=0.5", "facecolor": fill, "edgecolor": outline}
             place = {"va": "center", "fontsize": 10, "parse_math": False}
             axes.text(x[node], y[node], label, color=colour, bbox=box, **place)
-        styles = [style for kind, style in COLOURS.items() if kind in kinds]
-        shown = [Patch(facecolor=fill, edgecolor=outline, label=said) for fill, outline, _, said in styles]
+        shown = [
+            Patch(facecolor=fill, edgecolor=outline, label=said)
+            for kind, (fill, outline, _, said) in COLOURS.items()
+            if kind in kinds
+        ]
         merge = Patch(
             facecolor="none", edgecolor="#7c3aed", linestyle="dashed", label="merge edge: drafted elsewhere, joined"
         )

@@ -196,18 +196,18 @@ def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
     half, single = torch.bfloat16, torch.float32
     return [
-        _attention("bf16 D64 4×16 rows", 32, 8, 16, 64),  # the tile of 64
-        _attention("bf16 D80 1×24 rows", 32, 32, 24, 80),  # of 32, padded dimensions
-        _attention("fp16 D96 1×8 rows", 32, 32, 8, 96, torch.float16),  # of 16
-        _attention("bf16 D128 4×16 rows", 32, 8, 16, 128),
-        _attention("bf16 D128 8×64 rows", 64, 8, 64, 128),  # of 128
-        _attention("bf16 D256 2×16 rows", 16, 8, 16, 256),
-        _attention("bf16 D256 8×64 rows", 8, 1, 64, 256),
-        _attention("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, p=50.0, w=4096),
-        _attention("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, half, "sinks", w=128),
-        _attention("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, c=8192),
-        _attention("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
-        _attention("fp32 D256 1×16 rows", 8, 8, 16, 256, single),
+        _attention(32, 8, 16, 64),  # the tile of 64
+        _attention(32, 32, 24, 80),  # of 32, padded dimensions
+        _attention(32, 32, 8, 96, torch.float16),  # of 16
+        _attention(32, 8, 16, 128),
+        _attention(64, 8, 64, 128),  # of 128
+        _attention(16, 8, 16, 256),
+        _attention(8, 1, 64, 256),
+        _attention(8, 1, 64, 256, about=", soft cap, window", p=50.0, w=4096),
+        _attention(64, 8, 64, 64, half, "sinks", about=", sinks, window", w=128),
+        _attention(40, 8, 64, 128, about=", chunks, window", c=8192),
+        _attention(32, 8, 16, 128, single),
+        _attention(8, 8, 16, 256, single),
         _merge("4×3 candidates, 64 nodes", N=64, L=1, W=4, K=3),
         _merge("tree", N=64, L=1, W=4, K=3, c=-1),
         _merge("64×8 candidates, 1024 nodes", N=521, L=2, W=64, K=8),
@@ -222,24 +222,28 @@ def shipped_cases() -> list[Case]:
         _sampling("draft_candidates", "temperature, candidates", half, t=0.7, K=8),
         _sampling("sample_rows", "min-p", half, t=0.7, m=0.05),
         _sampling("draft_candidates", "all warpers, candidates", single, *WARPERS, K=4),
-        *_caches("bf16 D128", 128, half, 11),
-        *_caches("fp32 D256", 256, single, 128),
+        *_caches(128, half, 11),
+        *_caches(256, single, 128),
     ]
 
 
 WARPERS = ("temperatures", "top_ks", "top_ps", "min_ps")
 
 
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
 def _attention(
-    name: str,
     heads: int,
     kv_heads: int,
     rows: int,
     dim: int,
     dtype: torch.dtype = torch.bfloat16,
     *more: str,
+    about: str = "",
     **limits: Any,
 ) -> Case:
+    name = f"{SHORT[dtype]} D{dim} {heads // kv_heads}×{rows} rows{about}"
     sizes = {"B": 1, "H": heads, "G": kv_heads, "R": rows, "D": dim, "V": dim, "S": 8192, "W": 4, "N": 128}
     places = ("kv_start", "row_depths", "node_depths", *more)
     return Case("dag_attention", name, {**sizes, "s": dim**-0.5, **limits}, dtype, places)
@@ -254,8 +258,9 @@ def _sampling(op: str, name: str, dtype: torch.dtype, *each: str, **sizes: Any) 
     return Case(op, name, {"B": 1, "R": 64, "V": 128256, "n": True, **off, **sizes}, dtype, each)
 
 
-def _caches(name: str, dim: int, dtype: torch.dtype, accepted: int) -> list[Case]:
+def _caches(dim: int, dtype: torch.dtype, accepted: int) -> list[Case]:
     """Keys and values: a step's accepted rows behind the prefix, and a forward's into the cache."""
+    name = f"{SHORT[dtype]} D{dim}"
     sizes = {"B": 1, "H": 8, "S": 4096, "D": dim, "V": dim, "P": accepted, "R": 64}
     return [
         Case("commit_kv", f"{name}, {accepted} rows", sizes, dtype),

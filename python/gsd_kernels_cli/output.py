@@ -91,12 +91,9 @@ def print_json(value: Any) -> None:
     out.print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-NO_HEADERS = ["", "<"]
-
-
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """An undecorated table; the first column is text, the others are numbers. A leading ``<`` aligns left."""
-    result = Table(box=None, pad_edge=False, header_style="dim", show_header=headers != NO_HEADERS)
+    result = Table(box=None, pad_edge=False, header_style="dim", show_header=headers != ["", "<"])
     for place, header in enumerate(headers):
         left = place == 0 or header.startswith("<")
         result.add_column(header.removeprefix("<"), justify="left" if left else "right", no_wrap=not left)
@@ -107,9 +104,4 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def stats_table(stats: GenerationStats) -> Table:
     """The statistics of one ``generate`` call."""
-    return table(NO_HEADERS, stats.table())
-
-
-def size(number: float | None) -> str:
-    """Bytes in MiB, or a dash for what could not be measured."""
-    return "–" if number is None else f"{number / 2**20:.1f} MiB"
+    return table(["", "<"], stats.table())

@@ -7,9 +7,13 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from .options import DEFAULT_BRANCH, DEFAULT_ROWS, Options, check_flags
+from .options import Options, check_flags
 
-MOST_REQUESTS = 48  # SGLang's own default beside a speculative algorithm
+DEFAULTS = {
+    "speculative_num_draft_tokens": 16,
+    "speculative_eagle_topk": 4,
+    "max_running_requests": 48,  # SGLang's own beside a speculative algorithm
+}
 
 
 class GraphAlgorithm(CustomSpecAlgo):
@@ -30,19 +34,16 @@ class GraphAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         """Fill in what the user left open."""
-        if server_args.speculative_num_draft_tokens is None:
-            server_args.speculative_num_draft_tokens = DEFAULT_ROWS
-        if server_args.speculative_eagle_topk is None:
-            server_args.speculative_eagle_topk = DEFAULT_BRANCH
+        for name, value in DEFAULTS.items():
+            if getattr(server_args, name) is None:
+                setattr(server_args, name, value)
+        rows, branch = server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk
         if server_args.speculative_num_steps is None:
             # SGLang reserves the product of the two, if it is more than the rows, in a request's cache.
-            rows, branch = server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk
             server_args.speculative_num_steps = max(1, rows // branch)
-        if server_args.max_running_requests is None:
-            server_args.max_running_requests = MOST_REQUESTS
         server_args.enable_mixed_chunk = False
         server_args.disable_overlap_schedule = True  # a draft starts from what the step before it accepted
-        Options.read().graph_config(server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk)
+        Options.read().graph_config(rows, branch)
         check_paging(server_args)
 
 

@@ -13,7 +13,6 @@ from gsd_kernels.names import fields_named
 
 VARIABLE = "GSD_KERNELS_SGLANG_OPTIONS"
 ROWS_FLAG, BRANCH_FLAG = "--speculative-num-draft-tokens", "--speculative-eagle-topk"
-DEFAULT_ROWS, DEFAULT_BRANCH = 16, 4
 BOUNDS = {
     "levels": (1, 64),
     "width": (1, 64),

