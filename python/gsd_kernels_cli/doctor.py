@@ -158,7 +158,7 @@ def _flash_attention(gpu: bool) -> str:
 
 
 def _said(call: Callable[[], str | None], otherwise: str = "") -> str:
-    """What a call returns, or the words of its error."""
+    """Return what a call does, or the words of its error."""
     try:
         return call() or otherwise
     except (ImportError, ValueError) as error:
