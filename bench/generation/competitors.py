@@ -19,6 +19,7 @@ from gsd_kernels_hf.sources.load import source_of
 
 from ..lib.report import Missing, lacking, reason
 from .configs import PROMPT_LOOKUP_TOKENS, fixed_configs
+from .options import OfGenerate
 from .pairs import Pair
 
 NEW = "-new"  # behind the names of ours that begin every call with a new session, in which nothing is captured yet
@@ -105,28 +106,18 @@ def check_names(names: Sequence[str]) -> None:
             )
 
 
-def competitors(
-    pair: Pair,
-    names: Sequence[str],
-    *,
-    temperature: float = 0.0,
-    backend: str = "auto",
-    quick: bool = False,
-) -> Ways:
-    """The named ones, in the given order.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    check_names(names)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+def competitors(given: OfGenerate, pair: Pair, names: Sequence[str]) -> Ways:
+    """The named ones, in the given order."""
+    sampling: dict[str, Any] = {"do_sample": given.temperature > 0}
+    if given.temperature > 0:
+        sampling |= {"temperature": given.temperature, "top_k": 0}
     found: Ways = {}
     for name in names:
         try:
-            ours = is_ours(name)
-            found[name] = (
-                _ours(name, pair, backend=backend, **sampling) if ours else _theirs(name, pair, sampling, quick)
-            )
+            if is_ours(name):
+                found[name] = _ours(name, pair, backend=given.backend, **sampling)
+            else:
+                found[name] = _theirs(name, pair, sampling, given.quick)
         except Missing as error:
             found[name] = lacking(str(error))
     return found

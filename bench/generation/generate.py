@@ -88,8 +88,7 @@ def run(
         """A whole text of what compiles as it goes: one, and on a GPU everybody, for the rows of a step."""
         return given.new_tokens if name == STATIC or longest.is_cuda else WARM_UP_TOKENS
 
-    options = {"temperature": given.temperature, "backend": given.backend, "quick": given.quick}
-    racing, report.missing, report.setup_seconds = warmed_up(competitors(pair, names, **options), longest, tokens)
+    racing, report.missing, report.setup_seconds = warmed_up(competitors(given, pair, names), longest, tokens)
     # The baseline of speedups: transformers' plain decoding; on a GPU our own, which is captured.
     report.settings["against"] = PLAIN if device.type == "cuda" and PLAIN in racing else GREEDY
     reference = GREEDY if given.temperature == 0 and GREEDY in racing else PLAIN

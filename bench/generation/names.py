@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gsd_kernels_cli.values import unknown
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """How a way is shown."""
 
     engine: str
+    weights: str
     way: str
 
     def __str__(self) -> str:
-        return f"{self.engine}, {self.way}"
+        return ", ".join(filter(None, self))
 
 
 HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
@@ -37,32 +37,29 @@ OURS = {
 }
 """Our ways, and how they are shown."""
 THEIRS = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
+OPENVINO, LLAMA_CPP = "OpenVINO GenAI", "llama.cpp"
 OPENVINO_WEIGHTS = ("", "int8", "int4")
 LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
 #: Name of other engines' plain decoding → engine, and how its weights are shown.
 ENGINES = {
-    **{"-".join(["openvino", *filter(None, [kind])]): Label("OpenVINO GenAI", kind) for kind in OPENVINO_WEIGHTS},
+    "openvino": (OPENVINO, ""),
+    "openvino-int8": (OPENVINO, "int8"),
+    "openvino-int4": (OPENVINO, "int4"),
     # Their activations are rounded to eight bits no more.
-    **{
-        f"openvino-{kind}-floats": Label("OpenVINO GenAI", f"{kind}, activations unquantised")
-        for kind in ("int8", "int4")
-    },
-    **{f"llama-cpp-{kind}": Label("llama.cpp", kind) for kind in ("bf16", "f32", *LLAMA_CPP_WEIGHTS)},
-    "llama-cpp-file": Label("llama.cpp", "the file itself"),
+    "openvino-int8-floats": (OPENVINO, "int8, activations unquantised"),
+    "openvino-int4-floats": (OPENVINO, "int4, activations unquantised"),
+    **{f"llama-cpp-{kind}": (LLAMA_CPP, kind) for kind in ("bf16", "f32", *LLAMA_CPP_WEIGHTS)},
+    "llama-cpp-file": (LLAMA_CPP, "the file itself"),
 }
 #: Engine → what stands behind its names for other ways, and how they are shown.
 KINDS = {
-    "OpenVINO GenAI": {"": "plain", "-lookup": "prompt lookup", "-draft": "draft model"},
-    "llama.cpp": {"": "plain", "-lookup": "n-gram drafts", "-draft": "draft model"},
+    OPENVINO: {"": "plain", "-lookup": "prompt lookup", "-draft": "draft model"},
+    LLAMA_CPP: {"": "plain", "-lookup": "n-gram drafts", "-draft": "draft model"},
 }
 LABELS = {
-    **{name: Label("transformers", way) for name, way in THEIRS.items()},
-    **{
-        name + kind: Label(of.engine, ", ".join(filter(None, [of.way, shown])))
-        for name, of in ENGINES.items()
-        for kind, shown in KINDS[of.engine].items()
-    },
-    **{name: Label("gsd_kernels", way) for name, way in OURS.items()},
+    **{name: Label("transformers", "", way) for name, way in THEIRS.items()},
+    **{name + kind: Label(*of, way) for name, of in ENGINES.items() for kind, way in KINDS[of[0]].items()},
+    **{name: Label("gsd_kernels", "", way) for name, way in OURS.items()},
 }
 """All ways there can be; which ones there are depends on the model, the drafts and the engines installed."""
 

@@ -22,22 +22,20 @@ OF_PROMPTS = (
 
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", metavar="DIR|ID", callback=values.folder, help="A draft model for it. Default: none."),
+    typer.Option(metavar="DIR|ID", callback=values.folder, help="A draft model for it. Default: none."),
 ]
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        "--prompts",
         metavar="FILE",
         help="Your own: .json, .jsonl with messages or prompt, or lines; Spec-Bench's question.jsonl; SPEED-Bench's "
         ".parquet.",
     ),
 ]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts of every kind.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N prompts of every kind.")]
 LlamaCpp = Annotated[
     Path | None,
     typer.Option(
-        "--llama-cpp",
         metavar="DIR",
         help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH.",
     ),
@@ -53,7 +51,7 @@ class OfAModel:
         None
     )
     dtype: Annotated[str, options.choice(None, "Of the weights here.", DTYPES)] = "bfloat16"
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160
+    new_tokens: Annotated[int, typer.Option(min=1, help="At most; a text may end before.")] = 160
     out: Out = RESULTS
     name: Name = None
 
@@ -66,7 +64,6 @@ class OfReal(OfAModel):
     drafter: Annotated[
         str | None,
         typer.Option(
-            "--drafter",
             metavar="DIR|ID|mtp",
             callback=values.drafter,
             help="A drafter's checkpoint, raced too; mtp: the target's own heads.",
@@ -74,10 +71,10 @@ class OfReal(OfAModel):
     ] = None
     prompts: Prompts = None
     limit: Limit = None
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Slow ways take part in the first one only.")] = 1
+    rounds: Annotated[int, typer.Option(min=1, help="Slow ways take part in the first one only.")] = 1
     ways: Annotated[
         list[str] | None,
-        typer.Option("--ways", metavar="NAME,…", help=f"Default: all there are. Names: {', '.join(LABELS)}."),
+        typer.Option(metavar="NAME,…", help=f"Default: all there are. Names: {', '.join(LABELS)}."),
     ] = None
     llama_cpp: LlamaCpp = None
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False
@@ -92,7 +89,7 @@ class OfSources(OfAModel):
     packed: Annotated[bool, typer.Option("--packed", help="The weights as they lie in the GGUF file.")] = False
     rows: Annotated[
         list[str] | None,
-        typer.Option("--rows", metavar="N,…", help="Of every step, or auto. Default: 8, 16, 64, auto."),
+        typer.Option(metavar="N,…", help="Of every step, or auto. Default: 8, 16, 64, auto."),
     ] = None
 
 
@@ -100,15 +97,15 @@ class OfSources(OfAModel):
 class OfPrompt(OfAModel):
     """Options of ``prompt``."""
 
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Of every text.")] = 128
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of every text.")] = 128
     lengths: Annotated[
         list[str] | None,
-        typer.Option("--lengths", metavar="N,…", help="Tokens of the prompts. Default: 16, 64, 256, 1024, 4096."),
+        typer.Option(metavar="N,…", help="Tokens of the prompts. Default: 16, 64, 256, 1024, 4096."),
     ] = None
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Each with other texts.")] = 3
+    rounds: Annotated[int, typer.Option(min=1, help="Each with other texts.")] = 3
     ways: Annotated[
         list[str] | None,
-        typer.Option("--ways", metavar="NAME,…", help=f"Default, where they are there: {', '.join(OF_PROMPTS)}."),
+        typer.Option(metavar="NAME,…", help=f"Default, where they are there: {', '.join(OF_PROMPTS)}."),
     ] = None
     llama_cpp: LlamaCpp = None
 
@@ -125,27 +122,27 @@ class OfGenerate(options.Ranks):
     draft: Draft = None
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Prompts for it, as of bench real, whose are the default."),
+        typer.Option(metavar="FILE", help="Prompts for it, as of bench real, whose are the default."),
     ] = None
-    target_shape: Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")] = "250m"
-    draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none"
+    target_shape: Annotated[str, typer.Option(help="Inflate the target to it; or none.")] = "250m"
+    draft_shape: Annotated[str, typer.Option(help="The same for the draft.")] = "none"
     text: Annotated[
         str, options.choice(None, "Held-out Python source, or a function of it, and again.", ("code", "copy"))
     ] = "code"
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20
+    prompts: Annotated[int, typer.Option(min=1, help="The first so many of that kind.")] = 20
     prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", min=2, help="Of every prompt, others behind it. Default: its own.")
+        int | None, typer.Option(min=2, help="Of every prompt, others behind it. Default: its own.")
     ] = None
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Of every text.")] = 128
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of every text.")] = 128
     fresh: Annotated[bool, typer.Option("--fresh", help="The last ones, on which no setting was chosen.")] = False
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0
-    competitors: Annotated[
-        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
-    ] = None
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
+    competitors: Annotated[list[str] | None, typer.Option(help="Comma-separated. Default: all but single sources.")] = (
+        None
+    )
     backend: options.Backend = "auto"
     dtype: DtypeOption = None
     device: options.Device = None
     quick: Quick = False
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None
+    seconds: Annotated[float | None, typer.Option(help="Begin no prompt beyond this.")] = None
     out: Out = RESULTS
     name: Name = None

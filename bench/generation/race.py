@@ -87,13 +87,16 @@ class Race:
                     order = {name: racing[name] for name in names[turn:] + names[:turn]}
                     answer = self._turn(order, prompt, number, round_, where)[names[0]]
                     prompt = self.following(prompt, answers.setdefault(prompt.name, answer))
-                report.summarise(None if round_ else names)
+                report.summarise([*racing])
                 report.seconds = time.perf_counter() - begin
                 report.others_share = others.share()
                 report.busy = distrust(report.others_share)
                 left = len(prompts) * self.rounds - 1
                 if number == round_ == 0 and left:
-                    self._say(_estimate(report.seconds, left))
+                    rest = report.seconds * left
+                    known = f"about {rest / 60:.0f} minutes" if rest >= 90 else f"about {rest:.0f} s"
+                    took = f"the first prompt took {report.seconds:.0f} s, so the other {left} take {known}"
+                    self._say(f"{took}; Ctrl-C ends with the table so far")
                 if self.folder is not None:
                     write(self.folder, self.name, report)
         except KeyboardInterrupt:
@@ -111,8 +114,17 @@ class Race:
             self._say(f"{where}, {way}")
             texts[way], measured = self._measured(way, timed(decode, prompt.input_ids, self.new_tokens, seed))
             runs.append({"prompt": prompt.name, "way": way, "round": round_, **measured})
-        for run in runs:
-            run.update(self._compared(prompt, texts, run["way"], seed))
+        for run in runs:  # against plain ones, and why a first difference is there
+            way = run["way"]
+            for key, reference in self.references(way).items():
+                if reference not in texts or reference == way:
+                    continue
+                run[key] = texts[way] == texts[reference]
+                if key == "same" and not run[key] and plain_of(way) not in ENGINES:
+                    both = (texts[reference], texts[way])
+                    options = {"temperature": self.temperature, "seed": seed}
+                    parted = first_divergence(self.model, prompt.input_ids, *both, **options)
+                    run["divergence"] = None if parted is None else parted.as_dict()
         self.report.runs += runs
         return texts
 
@@ -136,20 +148,6 @@ class Race:
             **({"stats": stats and stats.as_dict()} if self.with_stats else {}),
         }
 
-    def _compared(self, prompt: Prompt, texts: dict[str, list[int]], way: str, seed: int) -> dict[str, Any]:
-        """Compare the text with plain ones, and say why a first difference is there."""
-        result: dict[str, Any] = {}
-        for key, reference in self.references(way).items():
-            if reference not in texts or reference == way:
-                continue
-            result[key] = texts[way] == texts[reference]
-            if key == "same" and not result[key] and plain_of(way) not in ENGINES:
-                both = (texts[reference], texts[way])
-                options = {"temperature": self.temperature, "seed": seed}
-                parted = first_divergence(self.model, prompt.input_ids, *both, **options)
-                result["divergence"] = None if parted is None else parted.as_dict()
-        return result
-
     def _still(self, racing: list[str]) -> list[str]:
         """Ours, and whoever is not far behind the fastest of the others."""
         rates = {row["way"]: row["tokens_per_second"] for row in self.report.summary}
@@ -158,12 +156,6 @@ class Race:
 
     def _say(self, what: str) -> None:
         print(f"{self.report.case}: {what}", file=sys.stderr, flush=True)
-
-
-def _estimate(seconds: float, left: int) -> str:
-    """How long the rest takes, by the first prompt."""
-    rest = f"about {seconds * left / 60:.0f} minutes" if seconds * left >= 90 else f"about {seconds * left:.0f} s"
-    return f"the first prompt took {seconds:.0f} s, so the other {left} take {rest}; Ctrl-C ends with the table so far"
 
 
 @contextmanager

@@ -81,9 +81,8 @@ class Report:
         note = self.peers.get(PACKED if way.startswith(PACKED) else plain_of(way), {})
         return note.get("bits", int(self.settings["dtype"].rpartition("float")[2]))
 
-    def summarise(self, names: Sequence[str] | None = None) -> None:
-        """Make the summary anew of ``names``; by default of those that are in it."""
-        names = [row["way"] for row in self.summary] if names is None else names
+    def summarise(self, names: Sequence[str]) -> None:
+        """Make the summary anew."""
         self.summary = [self._row(name, names) for name in names]
         ours = self.settings["ours"]
         self.ratios = {name: self.ratio(ours, name) for name in names if name != ours} if ours in names else {}

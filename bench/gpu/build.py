@@ -40,25 +40,21 @@ def ops(work: Work) -> dict[str, Any]:
     if work.rehearse and shutil.which("nvcc") is None:
         work.skip("the build of the CUDA ops: there is no nvcc")
         return {"seconds": None}
+    # setup.py builds the CUDA ops alone, for GPUs that it asks nvidia-smi for, or for those that are named.
+    environment = {**os.environ, "GSD_KERNELS_BUILD_CUDA": "1", "GSD_KERNELS_BUILD_CPU": "0"}
+    if shutil.which("nvidia-smi") is None:
+        environment.setdefault("GSD_KERNELS_CUDA_ARCHS", WITHOUT_GPU)
+    else:
+        environment.pop("TORCH_CUDA_ARCH_LIST", None)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = ["--build-lib", folder, "--build-temp", f"{folder}/temp"] if work.rehearse else ["--inplace"]
         command = [sys.executable, "setup.py", "-q", "build_ext", *place]
-        code = execute(command, variables(), sys.stdout.buffer, work.left())
+        code = execute(command, environment, sys.stdout.buffer, work.left())
         libraries = [file.name for file in Path(folder).rglob("_cuda*.so")]
     if code:
         raise RuntimeError(f"setup.py build_ext ended with {code}: see the log")
     return {"seconds": time.monotonic() - begin, "libraries": libraries}
-
-
-def variables() -> dict[str, str]:
-    """An environment in which setup.py builds the CUDA ops alone, for this machine's GPUs or those that are named."""
-    found = {**os.environ, "GSD_KERNELS_BUILD_CUDA": "1", "GSD_KERNELS_BUILD_CPU": "0"}
-    if shutil.which("nvidia-smi") is None:
-        found.setdefault("GSD_KERNELS_CUDA_ARCHS", WITHOUT_GPU)
-    else:
-        found.pop("TORCH_CUDA_ARCH_LIST", None)  # setup.py asks nvidia-smi what this machine has
-    return found
 
 
 _BACKENDS = """

@@ -57,15 +57,11 @@ def ordered(ids: Sequence[str]) -> list[str]:
         groups[test, re.split(r"[-\]]", case)[0]].append(name)
     places: dict[str, float] = {}
     for (test, _), cases in groups.items():
-        first = min(cases, key=distance)
+        # The nearest one to what a decoding step runs.
+        first = min(cases, key=lambda case: [pattern.search(case) is None for pattern in NEAREST])
         order = [first, *(case for case in cases if case != first)]
         places |= {case: 0.5 if CAPTURED.search(test) else turn for turn, case in enumerate(order)}
     return sorted(ids, key=places.__getitem__)
-
-
-def distance(case: str) -> int:
-    """How far a case is from what a decoding step runs."""
-    return next((place for place, pattern in enumerate(NEAREST) if pattern.search(case)), len(NEAREST))
 
 
 class Plugin:
@@ -74,14 +70,13 @@ class Plugin:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.begin = 0.0
-        self.left: list[str] = []
         self.lost: str | None = None  # what the GPU says that failed for good
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         by_id = {item.nodeid: item for item in items}
-        self.left = [name for name in ordered(list(by_id)) if not self.work.is_done(name)]
-        items[:] = [by_id[name] for name in self.left]
+        self.work.waiting = [name for name in ordered(list(by_id)) if not self.work.is_done(name)]
+        items[:] = [by_id[name] for name in self.work.waiting]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -110,8 +105,7 @@ class Plugin:
                 self.lost = lost(self.work.device)
             elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
                 record["reason"] = report.longrepr[2]
-            self.left = [name for name in self.left if name != report.nodeid]
-            self.work.waiting = self.left
+            self.work.waiting = [name for name in self.work.waiting if name != report.nodeid]
             self.work.keep(report.nodeid, record)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -34,13 +35,8 @@ def run(prefix: int, *, dry_run: bool = False) -> None:
     arch = 10 * major + minor
     if arch not in SHARED_LIMIT:
         raise RuntimeError(f"compute capability {major}.{minor} is not known to gsd_kernels_cli.kernel_report")
-    entries = [
-        best_entry(arch, dtype, head_dim, size_m, prefix, extras)
-        for dtype in (torch.bfloat16, torch.float32)
-        for head_dim in HEAD_DIMS
-        for size_m in SIZES_M
-        for extras in (False, True)
-    ]
+    shapes = itertools.product((torch.bfloat16, torch.float32), HEAD_DIMS, SIZES_M, (False, True))
+    entries = [best_entry(arch, prefix, *shape) for shape in shapes]
     table = json.loads(TABLE.read_text())
     table["archs"][str(arch)] = entries
     lines = [
@@ -54,10 +50,19 @@ def run(prefix: int, *, dry_run: bool = False) -> None:
         TABLE.write_text(text)
 
 
-def best_entry(arch: int, dtype: torch.dtype, head_dim: int, size_m: int, prefix: int, extras: bool) -> dict[str, Any]:
-    """The table entry of one range of shapes: the fastest configuration that compiles without spilling."""
-    problem = Problem(dtype, head_dim, size_m, prefix, extras)
-    timed = [(problem.microseconds(c), c) for c in candidates(dtype, size_m) if problem.fits(c, arch)]
+def best_entry(arch: int, prefix: int, dtype: torch.dtype, head_dim: int, size_m: int, extras: bool) -> dict[str, Any]:
+    """The table entry of one range of shapes: the fastest configuration that compiles without spilling.
+
+    By the median over replays of captured graphs.
+    """
+    from triton.testing import do_bench_cudagraph
+
+    launch = launches(prefix, dtype, head_dim, size_m, extras)
+    timed = []
+    for config in candidates(dtype, size_m):
+        kernels = compile_launches(launch(config, "meta"), arch)
+        if not any(gate(facts(kernel, arch)) for _, kernel in kernels):
+            timed.append((1000 * do_bench_cudagraph(launch(config, "cuda"), return_mode="median"), config))
     time_us, config = min(timed, key=lambda t: t[0])
     print(f"{dtype} D{head_dim} M{size_m} extras={extras}: {time_us:.1f} µs {config}, of {len(timed)} configurations")
     return {
@@ -79,36 +84,26 @@ def candidates(dtype: torch.dtype, size_m: int) -> list[AttentionConfig]:
     return [AttentionConfig(*choice) for choice in choices]
 
 
-class Problem:
-    """One attention launch, to be compiled and timed with any configuration."""
+def launches(
+    prefix: int, dtype: torch.dtype, head_dim: int, size_m: int, extras: bool
+) -> Callable[[AttentionConfig, str], Callable[[], Tensor]]:
+    """One attention, to be compiled and timed with any configuration, on a device."""
+    from gsd_kernels.ops.dag_attention.triton import dag_attention
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, size_m: int, prefix: int, extras: bool) -> None:
-        group = min(4, size_m // 16)
-        self.rows = size_m // group
-        self.shapes = {"q": (1, KV_HEADS * group, self.rows, head_dim), "kv": (1, KV_HEADS, prefix + 512, head_dim)}
-        self.dtype, self.prefix, self.extras = dtype, prefix, extras
+    group = min(4, size_m // 16)
+    rows = size_m // group
+    nodes = -(-rows // 32)
 
-    def launch(self, config: AttentionConfig, device: str) -> Any:
-        from gsd_kernels.ops.dag_attention.triton import dag_attention
-
+    def launch(config: AttentionConfig, device: str) -> Callable[[], Tensor]:
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
-        q = torch.zeros(self.shapes["q"], dtype=self.dtype, device=device)
-        k, v = (torch.zeros(self.shapes["kv"], dtype=self.dtype, device=device) for _ in range(2))
-        nodes = -(-self.rows // 32)
-        lengths = (ints(1, fill=self.prefix), ints(1))
-        depths = (ints(1, self.rows), ints(1, 32 * nodes))
-        options = (50.0, self.prefix, None, None) if self.extras else (None,) * 4
-        arguments = (q, k, v, ints(1, self.rows, nodes, fill=-1), *lengths, *depths, q.shape[-1] ** -0.5, *options)
+        q = torch.zeros(1, KV_HEADS * group, rows, head_dim, dtype=dtype, device=device)
+        k, v = (torch.zeros(1, KV_HEADS, prefix + 512, head_dim, dtype=dtype, device=device) for _ in range(2))
+        lengths = (ints(1, fill=prefix), ints(1))
+        depths = (ints(1, rows), ints(1, 32 * nodes))
+        options = (50.0, prefix, None, None) if extras else (None,) * 4
+        arguments = (q, k, v, ints(1, rows, nodes, fill=-1), *lengths, *depths, head_dim**-0.5, *options)
         return lambda: dag_attention(*arguments, config)
 
-    def fits(self, config: AttentionConfig, arch: int) -> bool:
-        kernels = compile_launches(self.launch(config, "meta"), arch)
-        return not any(gate(facts(kernel, arch)) for _, kernel in kernels)
-
-    def microseconds(self, config: AttentionConfig) -> float:
-        """Median over replays of captured graphs."""
-        from triton.testing import do_bench_cudagraph
-
-        return 1000 * do_bench_cudagraph(self.launch(config, "cuda"), return_mode="median")
+    return launch

@@ -24,10 +24,10 @@ Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", help="Named after a model: llama-2-7b, …; repeatable. Default: several."),
 ]
-Rows = Annotated[list[int] | None, typer.Option("--rows", help="Repeatable. Default: a grid.")]
-AcceptedRows = Annotated[list[int] | None, typer.Option("--rows", help="Accepted rows; repeatable.")]
+Rows = Annotated[list[int] | None, typer.Option(help="Repeatable. Default: a grid.")]
+AcceptedRows = Annotated[list[int] | None, typer.Option(help="Accepted rows; repeatable.")]
 Prefixes = Annotated[list[int] | None, typer.Option("--prefix", help="Cached tokens; repeatable. Default: a grid.")]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="For each measurement.")]
+Seconds = Annotated[float, typer.Option(min=0.0, help="For each measurement.")]
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = N
 
 
 def step_overhead(
-    shape: Annotated[str, typer.Option("--shape", help="Of the target, named after a model: 250m, …")] = "250m",
-    device: Annotated[str, typer.Option("--device", callback=values.device)] = "cpu",
+    shape: Annotated[str, typer.Option(help="Of the target, named after a model: 250m, …")] = "250m",
+    device: Annotated[str, typer.Option(callback=values.device)] = "cpu",
     dtype: Annotated[str, options.choice(None, "Of the model.", DTYPES)] = "float32",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
 ) -> None:
     """Cost of one step's graph ops beside the target's forward: merge × depth + flatten + verify + commit."""
@@ -90,7 +90,7 @@ def step_overhead(
 
 
 def rows(
-    shape: Annotated[str, typer.Option("--shape", help="Named after a model: 250m, llama-2-7b, …")] = "250m",
+    shape: Annotated[str, typer.Option(help="Named after a model: 250m, llama-2-7b, …")] = "250m",
     dtypes: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,7 +103,6 @@ def rows(
     device: Annotated[
         str,
         typer.Option(
-            "--device",
             callback=values.device,
             help="On a GPU its operator is timed, whatever GSD_KERNELS_FUSED_ROWS says.",
         ),
@@ -111,12 +110,12 @@ def rows(
     counts: Annotated[
         list[int] | None, typer.Option("--rows", min=1, max=256, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")
     ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: torch's.")] = None,
-    prefix: Annotated[int, typer.Option("--prefix", min=1, help="Cached tokens.")] = 256,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt that is timed.")] = 1000,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="For each number of rows.")] = 3.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    prefix: Annotated[int, typer.Option(min=1, help="Cached tokens.")] = 256,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that is timed.")] = 1000,
+    seconds: Annotated[float, typer.Option(min=0.0, help="For each number of rows.")] = 3.0,
     busy: Annotated[
-        int, typer.Option("--busy", min=0, help="Processes that keep a core busy each meanwhile; times are means then.")
+        int, typer.Option(min=0, help="Processes that keep a core busy each meanwhile; times are means then.")
     ] = 0,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
 ) -> None:

@@ -17,12 +17,16 @@ from gsd_kernels_cli.versions import versions
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, versions and commit, as every result carries them."""
+    """Device, versions and commit, as every result carries them.
+
+    And the instruction set of a CPU's products of rows, which a processor's name need not tell.
+    """
+    is_compiled = device.type == "cpu" and unavailable_reason("cpu", device) is None
     return {
         "device": device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
-        "instructions": instructions(device),
+        "instructions": cpu_levels.active() if is_compiled else None,
         "platform": platform.platform(terse=True),
         "versions": {**versions(), "cuda": torch.version.cuda, "driver": driver() if device.type == "cuda" else None},
         "commit": commit(),
@@ -41,13 +45,6 @@ def device_name(device: torch.device) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def instructions(device: torch.device) -> str | None:
-    """The instruction set of a CPU's products of rows, which a processor's name need not tell."""
-    if device.type != "cpu" or unavailable_reason("cpu", device) is not None:
-        return None
-    return cpu_levels.active()
 
 
 def driver() -> str | None:

@@ -17,10 +17,10 @@ RESULTS = Path("bench/results")
 
 DTYPES = options.DTYPES[1:]  # without auto
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
 DtypeOption = Annotated[str | None, options.choice(None, "Default: bfloat16 on a GPU, float32 on a CPU.", DTYPES)]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
+Name = Annotated[str | None, typer.Option(help="Name of the written files.")]
 
 
 def quiet() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from gsd_kernels.ops.table import Op as TableOp
 
 from .environment import environment
 from .report import SCHEMA, Columns, Missing, lacking, reason, table
-from .shapes import default_shapes, shape_named
+from .shapes import CPU_SHAPES, GPU_SHAPES, QUICK_SHAPES, shape_named
 from .timing import copy_bandwidth, time_call
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Settings:
     seconds: float = 0.5  # for each measurement
 
     def shape_names(self) -> Sequence[str]:
-        return self.shapes or default_shapes(self.device.type, self.quick)
+        return self.pick(self.shapes, QUICK_SHAPES, CPU_SHAPES, GPU_SHAPES)
 
-    def pick(self, given: Sequence[int], quick: Sequence[int], cpu: Sequence[int], gpu: Sequence[int]) -> Sequence[int]:
+    def pick(self, given: Sequence[T], quick: Sequence[T], cpu: Sequence[T], gpu: Sequence[T]) -> Sequence[T]:
         """The grid: what was given, else the default for this kind of run."""
         return given or (quick if self.quick else gpu if self.device.type == "cuda" else cpu)
 

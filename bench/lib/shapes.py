@@ -36,10 +36,3 @@ def num_parameters(name: str) -> int:
     """Number of parameters of a Llama of a named shape."""
     with torch.device("meta"):
         return LlamaForCausalLM(shape_named(name)).num_parameters()
-
-
-def default_shapes(device_type: str, quick: bool) -> tuple[str, ...]:
-    """Shapes that a case measures by default."""
-    if quick:
-        return QUICK_SHAPES
-    return GPU_SHAPES if device_type == "cuda" else CPU_SHAPES

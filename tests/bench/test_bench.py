@@ -155,5 +155,6 @@ def test_benchmark_kernels(benchmark, name):
 
 @pytest.mark.parametrize("name", ["hf-greedy", "model+history@graph"])
 def test_benchmark_generate(benchmark, name):
-    pair = load_pair(OfGenerate(pair="tiny", target_shape="none", prompts=1), CPU, torch.float32)
-    benchmark(competitors(pair, [name])[name], pair.prompts[0].input_ids, 16, 0)
+    given = OfGenerate(pair="tiny", target_shape="none", prompts=1)
+    pair = load_pair(given, CPU, torch.float32)
+    benchmark(competitors(given, pair, [name])[name], pair.prompts[0].input_ids, 16, 0)

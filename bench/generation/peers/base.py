@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ class Place:
     ends: tuple[int, ...] = ()
 
 
-class Engine:
+class Engine(Protocol):
     """One engine. It is pickled to its process, where only :meth:`start` is called, and :meth:`about`.
 
     Attributes:
@@ -74,7 +74,6 @@ class Engine:
 
     def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
         """Write both models to ``folder`` as the engine reads them."""
-        raise NotImplementedError
 
     def choices(self, kind: str) -> list[Setting]:
         """Settings to choose from, on prompts that are not reported."""
@@ -89,11 +88,9 @@ class Engine:
         ``decode(setting, ids, new_tokens)`` gives as many tokens greedily, or up to one that ends the text, which may
         be among them.
         """
-        raise NotImplementedError
 
     def about(self) -> str:
         """Name the version, and what the engine found of the CPU where it says so."""
-        raise NotImplementedError
 
 
 _running: list[Any] = []  # in an engine's process: the engine at work

@@ -34,8 +34,34 @@ def write_ir(model: LlamaForCausalLM, folder: Path, weights: str = "") -> None:
     Inputs are ``input_ids``, ``attention_mask``, ``position_ids`` and ``beam_idx``, as OpenVINO GenAI gives them; the
     output is ``logits``. ``weights`` of ``int8`` or ``int4`` are what nncf makes of the matrices.
     """
+    config = model.config
+    model = copy.deepcopy(model)  # it is changed for the converter
+    model.model.rotary_emb = _Rotary(model.model.rotary_emb)
+    caches = [
+        f"past_key_values.{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")
+    ]
+    cache = torch.zeros(1, config.num_key_value_heads, 3, config.head_dim)
+    new, seen = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
+    example = (new, seen, new, torch.zeros(1, dtype=torch.int32), *(cache for _ in caches))
+    # keep_16_bits leaves a function of its own as torch.bmm: a patched model would decode the slow way from then on.
+    kept = patch.object(torch, "bmm", torch.bmm)
+    with warnings.catch_warnings(), kept, patch.object(modeling_llama, "rotate_half", _turned):
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of what no shape of these decides
+        if model.dtype != torch.float32:
+            keep_16_bits(model)
+        built = ov.convert_model(_Traced(model), example_input=example)
+    names = [*caches, "logits", *(f"{name}.present" for name in caches)]
+    for port, name in zip([*built.inputs[-len(caches) :], *built.outputs], names, strict=True):
+        port.set_names({name})
+    built.reshape({name: ov.PartialShape([-1, cache.shape[1], -1, cache.shape[3]]) for name in caches})
+    apply_make_stateful_transformation(built, {name: f"{name}.present" for name in caches})
+    batch = ops.gather(ops.shape_of(built.input("input_ids")), _ints(0), _ints(0))
+    empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, _ints(cache.shape[1], 0, cache.shape[3])], 0))
+    for operation in built.get_ops():
+        if operation.get_type_name() == "ReadValue":
+            operation.set_arguments([empty])
+    built.validate_nodes_and_infer_types()
     folder.mkdir(parents=True, exist_ok=True)
-    built = _converted(model)
     ov.save_model(_compressed(built, model, weights) if weights else built, folder / FILE, compress_to_fp16=False)
 
 
@@ -110,38 +136,6 @@ class _Traced(nn.Module):
         visible = earlier & attention_mask[:, None, None].bool()  # [B, 1, N, S]
         logits = self.model(input_ids, visible, position_ids, past).logits
         return logits, *(part for layer in past.layers for part in (layer.keys, layer.values))
-
-
-def _converted(model: LlamaForCausalLM) -> ov.Model:
-    """The model with its state, of which a text's beginning has nothing; see :func:`write_ir`."""
-    config = model.config
-    model = copy.deepcopy(model)  # it is changed for the converter
-    model.model.rotary_emb = _Rotary(model.model.rotary_emb)
-    caches = [
-        f"past_key_values.{layer}.{part}" for layer in range(config.num_hidden_layers) for part in ("key", "value")
-    ]
-    cache = torch.zeros(1, config.num_key_value_heads, 3, config.head_dim)
-    new, seen = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
-    example = (new, seen, new, torch.zeros(1, dtype=torch.int32), *(cache for _ in caches))
-    # keep_16_bits leaves a function of its own as torch.bmm: a patched model would decode the slow way from then on.
-    kept = patch.object(torch, "bmm", torch.bmm)
-    with warnings.catch_warnings(), kept, patch.object(modeling_llama, "rotate_half", _turned):
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of what no shape of these decides
-        if model.dtype != torch.float32:
-            keep_16_bits(model)
-        built = ov.convert_model(_Traced(model), example_input=example)
-    names = [*caches, "logits", *(f"{name}.present" for name in caches)]
-    for port, name in zip([*built.inputs[-len(caches) :], *built.outputs], names, strict=True):
-        port.set_names({name})
-    built.reshape({name: ov.PartialShape([-1, cache.shape[1], -1, cache.shape[3]]) for name in caches})
-    apply_make_stateful_transformation(built, {name: f"{name}.present" for name in caches})
-    batch = ops.gather(ops.shape_of(built.input("input_ids")), _ints(0), _ints(0))
-    empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, _ints(cache.shape[1], 0, cache.shape[3])], 0))
-    for operation in built.get_ops():
-        if operation.get_type_name() == "ReadValue":
-            operation.set_arguments([empty])
-    built.validate_nodes_and_infer_types()
-    return built
 
 
 def _ints(*values: int) -> Any:

@@ -69,7 +69,9 @@ def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list
     tuning: list[Any] = []
     try:
         if place.suffix == PARQUET:
-            rows = _rows(place)
+            from pyarrow import parquet
+
+            rows = parquet.read_table(place).to_pylist()
         elif place.suffix == ".json":
             rows = json.loads(text)
             if isinstance(rows, dict):
@@ -78,6 +80,8 @@ def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             rows = [line for line in text.splitlines() if line.strip()]
+    except ImportError as error:
+        raise ImportError("--prompts: a parquet file is read by pyarrow: pip install pyarrow") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"--prompts: {place} is not JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
@@ -93,20 +97,6 @@ def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list
         if limit is None or seen[chat.kind] <= limit:
             reported.append(chat)
     return reported, others or chats[:TUNED_ON]
-
-
-def _rows(place: Path) -> list[Any]:
-    """The rows of a parquet file.
-
-    Raises:
-        ImportError, OSError, ValueError: see :func:`read_chats`.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("--prompts: a parquet file is read by pyarrow: pip install pyarrow") from error
-    rows: list[Any] = parquet.read_table(place).to_pylist()
-    return rows
 
 
 def _chat(place: Path, number: int, given: Any) -> Chat:
