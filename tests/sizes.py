@@ -39,7 +39,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 140,
     "python/gsd_kernels_hf/packed": 54,
     "python/gsd_kernels_hf/policy": 18,
-    "python/gsd_kernels_hf/sources": 157,
+    "python/gsd_kernels_hf/sources": 155,
     "python/gsd_kernels_hf/validate": 17,
     "python/gsd_kernels_serve": 88,
     "python/gsd_kernels_sglang": 19,

@@ -30,7 +30,7 @@ from .model import properties
 from .progress import tracked
 from .records import Verified
 from .sources.history import History
-from .sources.learned import MOST_CONTEXTS, Learned, prior
+from .sources.memory import MOST_CONTEXTS, Learned, prior
 
 logger = logging.getLogger("gsd_kernels")
 

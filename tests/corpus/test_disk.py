@@ -126,6 +126,7 @@ def test_a_changed_header_and_exchanged_arrays_are_refused_by_name(folder):
     for changed, match in (
         (("6001", "6002"), "corpus.json is damaged"),
         (('"version": 1', '"version": 2'), "newer than 1"),
+        (('gsd_kernels corpus"', '"'), "is no index of gsd_kernels"),
         (('"version": 1', " " * 2**20 + '"version": 1'), "corpus.json is damaged"),
     ):
         header.write_text(text.replace(*changed))

@@ -17,7 +17,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.engine.known import learned_file, learned_of
 from gsd_kernels_hf.model.facts import Facts
-from gsd_kernels_hf.sources.learned import prior, read_learned
+from gsd_kernels_hf.sources.memory import prior, read_learned
 
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}

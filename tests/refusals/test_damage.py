@@ -24,9 +24,8 @@ from sources.drafters import dflash_config, eagle3_config, random_dflash, random
 import gsd_kernels as gsd
 from gsd_kernels_hf import learning
 from gsd_kernels_hf.sources.corpus import open_corpus
-from gsd_kernels_hf.sources.learned import read_learned
 from gsd_kernels_hf.sources.load import load_drafter
-from gsd_kernels_hf.sources.memory import HistoryMemory
+from gsd_kernels_hf.sources.memory import HistoryMemory, read_learned
 
 EDGES = (0, 1, 2, 7, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)
 SEEDS = 60

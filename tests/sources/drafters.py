@@ -118,8 +118,7 @@ def random_eagle3(
     """A drafter of random weights, and of a random draft vocabulary where that is a reduced one."""
     torch.manual_seed(seed)
     tensors = {"embed_tokens.weight": ()} if own_embedding else {}
-    if mask_shape is not None:
-        tensors["mask_hidden"] = mask_shape
+    tensors |= {"mask_hidden": mask_shape} if mask_shape else {}
     return randomised(Eagle3(Eagle3Config.of(config, tensors)))
 
 
@@ -133,11 +132,11 @@ def randomised(module: Any) -> Any:
 
 
 @functools.cache
-def text_of(target, count: int = 12, new: int = 30):
-    """The target's own greedy text, [count, 4 + new], and its hidden states."""
+def text_of(target):
+    """The target's own greedy text, [12, 34], and its hidden states."""
     low, high = 3, target.config.vocab_size
-    ids = torch.randint(low, high, (count, 4), generator=torch.Generator().manual_seed(9))
-    text = target.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    ids = torch.randint(low, high, (12, 4), generator=torch.Generator().manual_seed(9))
+    text = target.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None)
     with torch.no_grad():
         return text, target(text, output_hidden_states=True).hidden_states
 
@@ -164,23 +163,32 @@ def lessons(module: Any, target) -> tuple[torch.Tensor, list[torch.Tensor], Any,
     return text, chosen, lambda ids: embed(ids).detach().float(), draft_id, torch.Generator().manual_seed(1)
 
 
+def unrolled(text: torch.Tensor, labels: torch.Tensor, features: Any, step: Callable[..., Any]) -> torch.Tensor:
+    """The loss of two levels, each reading the last one's output; ``step``: tokens, features → vectors, logits."""
+    total = 0.0
+    for level in range(2):
+        length = text.shape[1] - 2 - level
+        features, logits = step(text[:, 1 + level : 1 + level + length], features[:, :length])
+        total = total + cross_entropy(logits.flatten(0, 1), labels[:, 2 + level :].flatten())
+    return total
+
+
 def fit_eagle3(module: Any, target, steps: int = 60, rate: float = 0.02) -> Any:
-    """Fit a recursive drafter to the target's own text: two levels, each reading the last one's output."""
+    """Fit a recursive drafter to the target's own text."""
     text, chosen, embed, draft_id, _ = lessons(module, target)
     head = target.get_output_embeddings()
 
-    def loss() -> torch.Tensor:
-        features, total = module.fuse(chosen), 0.0
-        for level in range(2):
-            length = text.shape[1] - 2 - level
-            tokens = text[:, 1 + level : 1 + level + length]
-            positions = torch.arange(length).expand(len(text), -1)
-            hidden = module(embed(tokens), features[:, :length], positions, Causal())
-            features, logits = module.outputs(hidden, head)
-            total = total + cross_entropy(logits.flatten(0, 1), draft_id[text[:, 2 + level :]].flatten())
-        return total
+    def step(tokens, features):
+        positions = torch.arange(tokens.shape[1]).expand(len(text), -1)
+        return module.outputs(module(embed(tokens), features, positions, Causal()), head)
 
+    loss = lambda: unrolled(text, draft_id[text], module.fuse(chosen), step)  # noqa: E731
     return descended(module, steps, rate, loss).to(target.dtype)
+
+
+def noting(drafts: list[Any]) -> Callable[[Any], None]:
+    """An observer that keeps the rows of every step, and their scores."""
+    return lambda seen: drafts.append((seen.rows.token_ids + 0, seen.rows.scores + 0))
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

@@ -28,8 +28,8 @@ from sources.drafters import (
     save,
     saved,
     target_of,
+    unrolled,
 )
-from torch.nn.functional import cross_entropy
 
 from gsd_kernels import Corpus, DFlash, DraftHeads, Eagle3, Gemma4Assistant, LayerSkip, Mtp
 from gsd_kernels_hf.model.vocabulary import Translation
@@ -187,7 +187,7 @@ def random_assistant(*, ordered=False, **changes):
 
 @functools.cache
 def assistant(ordered: bool = False) -> Gemma4Assistant:
-    """Fitted to the target's own text: two levels, the second one reading the first one's vectors."""
+    """Fitted to the target's own text."""
     target, module = gemma(), Gemma4Assistant(random_assistant(ordered=ordered))
     ids = torch.randint(3, GEMMA["vocab_size"], (12, 4), generator=torch.Generator().manual_seed(9))
     text = target.generate(ids, max_new_tokens=26, do_sample=False)
@@ -195,18 +195,14 @@ def assistant(ordered: bool = False) -> Gemma4Assistant:
         out = target(text, output_hidden_states=True, return_shared_kv_states=True)
     states, embed = out.hidden_states[-1].float(), target.get_input_embeddings()
 
-    def loss():
-        features, total = states[:, :-2], 0.0
-        positions = torch.arange(1, features.shape[1] + 1).expand(len(text), -1)
-        for level in range(2):
-            length = text.shape[1] - 2 - level
-            stored = {kind: tuple(t[:, :, :length].float() for t in kv) for kind, kv in out.shared_kv_states.items()}
-            embedded = embed(text[:, 1 + level : 1 + level + length]).detach().float()
-            features, logits = module(embedded, features[:, :length], positions[:, :length], stored, Causal())
-            total = total + cross_entropy(logits.clamp(min=-50).flatten(0, 1), text[:, 2 + level :].flatten())
-        return total
+    def step(tokens, features):
+        length = tokens.shape[1]
+        stored = {kind: tuple(t[:, :, :length].float() for t in kv) for kind, kv in out.shared_kv_states.items()}
+        positions = torch.arange(1, length + 1).expand(len(text), -1)
+        vectors, logits = module(embed(tokens).detach().float(), features, positions, stored, Causal())
+        return vectors, logits.clamp(min=-50)
 
-    return descended(module, 50, 0.01, loss).double()
+    return descended(module, 50, 0.01, lambda: unrolled(text, text, states, step)).double()
 
 
 @functools.cache
@@ -221,10 +217,10 @@ def sharing():
 
 
 @functools.cache
-def translated_draft(noise: float = 0.015):
+def translated_draft():
     """A draft of :data:`THEIRS`, which shares most of its tokens."""
     between = Translation.between(OURS, THEIRS)
-    return noised(two.behind(sharing(), between.target, between.draft), noise)
+    return noised(two.behind(sharing(), between.target, between.draft), 0.015)
 
 
 @functools.cache

@@ -80,18 +80,33 @@ def with_head(folder, name, tensors):
 
 
 OUTSIDE = json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}})
+BAD_EAGLE3 = [
+    ({"vocab_size": 5000, "draft_vocab_size": 97}, "vocabulary of 5000 tokens, and the target has 97"),
+    ({"target_hidden_size": 64}, "hidden states of size 64, and the target's are 32"),
+    ({LAYERS: [0, 1, 9]}, "reads hidden state 9, and the target has 3 layers"),
+    ({"intermediate_size": 50}, "is [48, 32], and its config means [50, 32]"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in its config"),
+    ({"draft_vocab_size": 61, "tensors": {"d2t": torch.full((61,), 90)}}, "outside the vocabulary"),
+    ({"tensors": {"midlayer.self_attn.o_proj.weight": None}}, "no tensor layers.0.self_attn.o_proj.weight"),
+    ({"tensors": {"experts.weight": ones(2)}}, "a tensor experts.weight, which this kind"),
+    ({"tensors": {"norm.weight": ones(32) * torch.nan}}, "holds NaN or infinity"),
+    ({"tensors": {"layers.0.mlp.up_proj.weight": ones(2)}}, "midlayer.mlp.up_proj.weight, which are the same"),
+    ({"tensors": {"fc.weight_scale_inv": ones(2)}, "quantization_config": {"weight_block_size": 3}}, "got 3"),
+    ({"draft_vocab_size": 98}, "draft_vocab_size=98 in its config is more than vocab_size=97"),
+    ({"fc_norm": 3}, "fc_norm in its config: expected true or false, got 3"),
+    ({LAYERS: [1, 1]}, "expected a list of different layers, got [1, 1]"),
+    ({"parallel_drafting": 1}, "without its tensor mask_hidden"),
+    ({"tensors": {"mask_hidden": ones(96)}}, "whose config has no mask token"),
+    ({"speculators_model_type": "x"}, "is of speculators' kind 'x'; served are"),
+    ({"architectures": ["LlamaDSpark"]}, "is a DSpark drafter of other layers"),
+    ({"medusa_num_heads": 2}, "has no Medusa heads"),
+    ({"architectures": ["Gemma4AssistantForCausalLM"], "text_config": 3}, "a Gemma 4 assistant"),
+]
 BAD = [
-    (eagle3, {"vocab_size": 5000, "draft_vocab_size": 97}, "vocabulary of 5000 tokens, and the target has 97"),
-    (eagle3, {"target_hidden_size": 64}, "hidden states of size 64, and the target's are 32"),
-    (eagle3, {LAYERS: [0, 1, 9]}, "reads hidden state 9, and the target has 3 layers"),
-    (eagle3, {"intermediate_size": 50}, "is [48, 32], and its config means [50, 32]"),
-    (eagle3, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in its config"),
-    (eagle3, {"draft_vocab_size": 61, "tensors": {"d2t": torch.full((61,), 90)}}, "outside the vocabulary"),
-    (eagle3, {"tensors": {"midlayer.self_attn.o_proj.weight": None}}, "no tensor layers.0.self_attn.o_proj.weight"),
-    (eagle3, {"tensors": {"experts.weight": ones(2)}}, "a tensor experts.weight, which this kind"),
-    (eagle3, {"tensors": {"norm.weight": ones(32) * torch.nan}}, "holds NaN or infinity"),
+    *((eagle3, *row) for row in BAD_EAGLE3),
     (spoilt, {"name": "pytorch_model.bin", "text": ""}, "a pickle, which is not loaded since it may run code; convert"),
     (spoilt, {"name": INDEX, "text": OUTSIDE}, "which is outside the folder"),
+    (spoilt, {"name": INDEX, "text": '{"weight_map": 1}'}, "has no weight_map of file names"),
     (
         *(spoilt, {"name": CONFIG, "text": '{"architectures": ["LlamaForCausalLM"]}'}),
         "is a language model (LlamaForCausalLM), not a drafter",
@@ -113,11 +128,13 @@ def test_a_folder_that_cannot_be_served_is_refused_by_name(made, changes, words,
     assert bool(read) == (words in VALUES) and "_gsd_patch" not in vars(of)
 
 
-def test_what_is_no_folder_and_another_models_drafter(target, tmp_path):
+def test_what_is_no_folder_and_another_models_drafter(target):
     own = DraftHeads.for_model(target, 2)
     for of, options, words in (
         (target, {"drafter": own, "draft_heads": own}, "drafter: these are heads, and draft_heads has others"),
         (tiny(), {"drafter": "mtp"}, "names no checkpoint"),
+        (target, {"drafter": random_eagle3(eagle3_config(target)).to("meta")}, "is on meta, and"),
+        (target, {"draft_heads": own.to("meta")}, "draft_heads: on meta, and"),
         (target_of("glm"), {"drafter": mtp("deepseek")}, "is a DeepseekV3DecoderLayer, and the target's layers are"),
         (gemma(), {"assistant_model": random_assistant()}, r"pass drafter= its folder, or gsd_kernels\.Gemma4Assis"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import shutil
@@ -14,12 +15,13 @@ import torch
 import transformers
 from models import prompts, tiny
 from sources import drafters
-from sources.drafters import generate
+from sources.drafters import generate, noting
 from sources.rows import ROWS, hybrid, llama, random_assistant
+from texts.covering import SHAPES
 from tiny_configs import build_hybrid, hybrid_inputs
 
 import gsd_kernels as gsd
-from gsd_kernels import DraftHeads, Gemma4Assistant, GraphConfig
+from gsd_kernels import DraftHeads, Gemma4Assistant
 from gsd_kernels.graph import pack_bits
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.hidden import LAST
@@ -27,12 +29,6 @@ from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_train.drafters import block_to_train, new_head
 
-LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}
-TREE = GraphConfig(**LEVELS, merge_context=-1)
-SHAPES = (
-    GraphConfig(**LEVELS, merge_context=2, history_depth=2, history_width=4),
-    GraphConfig(**LEVELS | {"depth": 4, "max_rows": 32}, merge_context=0, history_depth=1, history_width=4),
-)
 READERS = ("eagle3 norms", "p-eagle norms", "dflash window", "mtp deepseek", "assistant")
 """Sources that read the target's states, one of each kind."""
 
@@ -41,7 +37,7 @@ def test_all_of_them_proposed(tmp_path):
     """In one graph of all sources each has weights of its own, which it learned from what the target picked."""
     target, given = llama(), ROWS["every"].options(tmp_path)
     given["draft_sources"] += ("history",)
-    for shape in SHAPES:
+    for shape in (SHAPES["graph"], SHAPES["lattice"]):
         engines_of(target).clear()
         generate(target, **ROWS["every"].inputs(0), **given, do_sample=False, graph_config=shape)
         (engine,) = engines_of(target)
@@ -65,11 +61,10 @@ def test_drafts_do_not_depend_on_padding_or_pieces(name, tmp_path):
         longer = torch.cat([padded, other.repeat(1, 20)[:, : padded.shape[1]]])
         both.append({"input_ids": longer, "attention_mask": torch.cat([mask, torch.ones_like(mask)])})
     seen = []
-    options = {"do_sample": False, "graph_config": TREE, **row.options(tmp_path)}
+    options = {"do_sample": False, "graph_config": SHAPES["tree"], **row.options(tmp_path)}
     for changed in ({"input_ids": ids}, *alone, *both, {"input_ids": ids, "prefill_chunk_size": 3}):
         seen.append([])
-        keep = lambda v, first=seen[-1]: first.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
-        generate(row.target(), **options, **changed, observer=keep)
+        generate(row.target(), **options, **changed, observer=noting(seen[-1]))
     count = seen[0][0][0].shape[1]
     for found in seen[1:]:
         assert torch.equal(found[0][0][:1, :count], seen[0][0][0])
@@ -82,8 +77,7 @@ def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
     row, drafts = ROWS[name], []
     target, first, more = row.target(), row.inputs(0)["input_ids"][:1], row.inputs(8)["input_ids"][:1, -6:]
     options = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-    keep = lambda v: drafts.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
-    with gsd.patch(target, **row.options(tmp_path), graph_config=TREE, observer=keep) as handle:
+    with gsd.patch(target, **row.options(tmp_path), graph_config=SHAPES["tree"], observer=noting(drafts)) as handle:
         first = target.generate(first, attention_mask=torch.ones_like(first), **options)
         turn, found = torch.cat([first, more], 1), []
         for reuse in (True, False):
@@ -162,11 +156,6 @@ def texts_of(name: str):
     return found
 
 
-def alike(target):
-    """What the configs of drafters are made of, where a target has its text config inside."""
-    return SimpleNamespace(config=target.config.get_text_config(decoder=True))
-
-
 def assistant(**changes):
     return {"drafter": Gemma4Assistant(random_assistant(**changes))}
 
@@ -176,7 +165,11 @@ DRAFTS = {
     "history": lambda target: {"draft_sources": ("history",)},
     "skips attention": lambda target: {"assistant_model": gsd.LayerSkip(target, attention=[1])},
     "skips an mlp": lambda target: {"assistant_model": gsd.LayerSkip(target, mlp=[1])},
-    "eagle3": lambda target: {"drafter": drafters.random_eagle3(drafters.eagle3_config(alike(target)))},
+    "eagle3": lambda target: {
+        "drafter": drafters.random_eagle3(
+            drafters.eagle3_config(SimpleNamespace(config=target.config.get_text_config(decoder=True)))
+        )
+    },
     "mtp": lambda target: {"drafter": new_head(block_to_train(target)).requires_grad_(False).eval().double()},
     "assistant": lambda target: assistant(),
     "assistant of one type": lambda target: assistant(**ONE_TYPE),
@@ -202,17 +195,12 @@ ENDED = {  # calls, each of which ended in another error once: how they are refu
 }
 
 
-def decode(target: str, draft: str) -> None:
-    """Texts with a draft are the target's own.
+def decode(target: str, options: dict) -> None:
+    """Texts with a draft, which options of a call name, are the target's own.
 
     Raises:
         ValueError: it is refused, for the first of them.
     """
-    decode_with(target, DRAFTS[draft](target_of(target)))
-
-
-def decode_with(target: str, options: dict) -> None:
-    """As :func:`decode`, with options of a call."""
     for number, (ids, text) in enumerate(texts_of(target)):
         try:
             out = gsd.generate(target_of(target), ids, **CALL, **options, graph_config=SHAPE)
@@ -222,25 +210,19 @@ def decode_with(target: str, options: dict) -> None:
         assert torch.equal(out, text), (target, options, ids.shape)
 
 
-def named(pair: tuple[str, str]) -> str:
-    return " with ".join(pair)
-
-
 @of_transformers
-@pytest.mark.parametrize("pair", ENDED, ids=named)
+@pytest.mark.parametrize("pair", ENDED, ids=" with ".join)
 def test_a_draft_ends_no_call(pair):
-    if ENDED[pair] is None:
-        decode(*pair)
-    else:
-        with pytest.raises(ValueError, match=ENDED[pair]):
-            decode(*pair)
+    target, draft = pair
+    with contextlib.nullcontext() if ENDED[pair] is None else pytest.raises(ValueError, match=ENDED[pair]):
+        decode(target, DRAFTS[draft](target_of(target)))
 
 
 @of_transformers
 @pytest.mark.parametrize("target", ["gemma4 shared", "gemma3n", "gpt-oss", "zaya"])
 def test_a_search_of_layers_to_skip_leaves_those_that_others_read(target):
     skip = gsd.LayerSkip.search(target_of(target), texts_of(target)[1][0], seconds=None)
-    decode_with(target, {"assistant_model": skip})
+    decode(target, {"assistant_model": skip})
 
 
 # Hybrids.

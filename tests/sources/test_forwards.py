@@ -18,6 +18,7 @@ from sources.drafters import (
     dflash_config,
     eagle3_config,
     generate,
+    noting,
     random_dflash,
     random_eagle3,
     random_tensors,
@@ -26,7 +27,7 @@ from sources.drafters import (
     states_of,
     target_of,
 )
-from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, gemma, llama, p_eagle
+from sources.rows import DFLASH, EAGLE3, GEMMA, P_EAGLE, VOCAB, assistant, dflash, eagle3, gemma, llama, p_eagle
 from torch import nn
 
 from gsd_kernels import DFlash, Eagle3, Frontier, GraphConfig, Mtp
@@ -42,11 +43,6 @@ MtpLayer = getattr(transformers.modeling_layers, "MtpLayer", None)
 LENGTH = 5  # within every sliding window
 OF_MTP = dict(zip(("block", *PARTS), ("mtp_block", "eh_proj", "enorm", "hnorm", "post_norm"), strict=True))
 ALONE = {"do_sample": False, "draft_sources": ("drafter",)}
-
-
-def unseen(length: int) -> torch.Tensor:
-    """What a text's rows do not see, as transformers' masks say it, [1, 1, L, L]."""
-    return torch.full((length, length), -torch.inf).triu(1)[None, None]
 
 
 # Heads of multi-token prediction.
@@ -69,7 +65,8 @@ def wired(name, target, head, embedded, states):
     positions = torch.arange(LENGTH)[None]
     typed = (own.layer_types[family.layer],) if name in ("mellum", "mimo-v2") else ()
     turns = target.model.rotary_emb(states, positions, *typed)
-    return module(embedded, states, turns, unseen(LENGTH), positions, None)
+    unseen = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)[None, None]  # as transformers' masks say it
+    return module(embedded, states, turns, unseen, positions, None)
 
 
 def stacked(tensors, name, like):
@@ -107,10 +104,6 @@ def at_once(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], co
     embed = llama().get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     embedded, positions = embed(torch.cat([tokens[:, 1:], unknown], 1)), torch.arange(features.shape[1])[None]
     return module.outputs(module(embedded, features, positions, Causal()))[1][0, -count:]
-
-
-def eagle3(name):
-    return random_eagle3(eagle3_config(llama(), **EAGLE3[name]), own_embedding=name == "before")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +216,8 @@ def test_drafts_are_those_of_transformers_forward(ordered):
     """Root and second level, beyond the sliding window."""
     target, module, drafts = gemma(), assistant(ordered), []
     ids = prompts(1, 17, vocab=GEMMA["vocab_size"])["input_ids"]
-    keep = lambda v: drafts.append((v.rows.token_ids + 0, v.rows.scores + 0))  # noqa: E731
     shape = GraphConfig.preset("chain", depth=3)
-    generate(target, drafter=module, observer=keep, **ALONE, input_ids=ids, graph_config=shape)
+    generate(target, drafter=module, observer=noting(drafts), **ALONE, input_ids=ids, graph_config=shape)
     out = target(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
     token, hidden, scores, tokens = ids[:, -1:], out.hidden_states[-1][:, -1:], [0.0], [int(ids[0, -1])]
     for _ in range(3):

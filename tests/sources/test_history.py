@@ -20,10 +20,9 @@ import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, NgramTable
 from gsd_kernels_hf.costs.pair import fingerprint
 from gsd_kernels_hf.packed.gguf import from_gguf
-from gsd_kernels_hf.sources import learned
+from gsd_kernels_hf.sources import memory
 from gsd_kernels_hf.sources.history import History
-from gsd_kernels_hf.sources.learned import FOLDER, SHIPPED, print_of_vectors, read_learned
-from gsd_kernels_hf.sources.memory import HistoryMemory
+from gsd_kernels_hf.sources.memory import FOLDER, SHIPPED, HistoryMemory, print_of_vectors, read_learned
 
 CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -164,6 +163,8 @@ def test_another_vocabularys_file_is_refused(saved):
     memory = HistoryMemory(96)
     with pytest.raises(ValueError, match="vocabulary of 97 tokens, the target has 96"):
         memory.load(saved.file)
+    with pytest.raises(ValueError, match="nothing is remembered yet"):
+        memory.save(saved.file)
 
 
 # Its text.
@@ -188,15 +189,15 @@ MIXED = GraphConfig(depth=2, width=3, branch=3, max_rows=24, merge_context=0, hi
 
 def test_a_corpus_serves_a_patched_model_with_one_mapping_for_all_sessions(target, tmp_path):
     """Two of them by two names."""
-    call, inputs = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}, prompts(1, 14, seed=1)
-    plain = target.generate(**inputs, **call)
+    inputs = prompts(1, 14, seed=1)
+    plain = target.generate(**inputs, **GREEDY)
     corpus, other = Corpus(corpus_of(tmp_path / "own", plain)), corpus_of(tmp_path / "other", random_text(4000))
     with pytest.raises(ValueError, match="corpus, corpus have a name twice"):
         gsd.generate(target, **inputs, draft_sources=(corpus, Corpus(other)))
     sources = "history", corpus, Corpus(other, name="other")
     with gsd.patch(target, draft_sources=sources, graph_config=MIXED) as handle:
         for _ in range(2):
-            assert torch.equal(target.generate(**inputs, **call), plain)
+            assert torch.equal(target.generate(**inputs, **GREEDY), plain)
         copied = [s for session in handle.engines.idle.sessions for s in session.mixer.sources if s.name == "corpus"]
         assert copied and all(s is not corpus and s.index is corpus.index for s in copied)
     assert not hasattr(corpus, "state"), "sessions work on copies"
@@ -213,7 +214,6 @@ def test_a_corpus_of_tokens_that_the_target_lacks_is_refused(target, tmp_path):
 
 NAME = "tiny-instruct"
 ASKED = prompts(1, 9, vocab=61)["input_ids"]
-CALL = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 DEEP = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
 DRAFTS = {"draft_sources": ("history",), "graph_config": DEEP, "reuse_history": False}
 BYTES_A_TOKEN = 10  # 1 MB for 100,000 tokens
@@ -229,35 +229,28 @@ def learned_of(tmp_path, monkeypatch):
     """A model in float32 whose norms a checkpoint had in bfloat16, and a file of it in the package."""
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
     model = packed_tiny("llama")
-    for norm in vectors(model):
-        norm.data = norm.data.bfloat16().float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(tmp_path)
     place, own = tmp_path / f"{NAME}.safetensors", print_of_vectors(model)
     gsd.learn(model, prompts=ASKED, new_tokens=32, file=place, progress=False)
     found = read_learned(place, fingerprint=fingerprint(model), vocab_size=96)
     replace(found, fingerprint=own).save(place)
-    monkeypatch.setattr(learned, "FOLDER", tmp_path)
-    monkeypatch.setattr(learned, "SHIPPED", {NAME: own})
+    monkeypatch.setattr(memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(memory, "SHIPPED", {NAME: own})
     return model
-
-
-def vectors(model):
-    return [parameter for parameter in model.parameters() if parameter.dim() == 1]
-
-
-def found_in(caplog):
-    return [message for message in caplog.messages if "drafting with what was learned" in message]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_model_drafts_with_it_unless_told_not_to(form, learned_of, tmp_path, caplog):
     model = FORMS[form](learned_of, tmp_path)
-    plain, steps = gsd.generate(model, ASKED, **CALL, graph_config="plain"), []
+    plain, steps = gsd.generate(model, ASKED, **GREEDY, graph_config="plain"), []
     for asked in ({}, {"learned": False}):
         with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(model, **DRAFTS, **asked) as handle:
-            assert torch.equal(model.generate(ASKED, **CALL), plain)
+            assert torch.equal(model.generate(ASKED, **GREEDY), plain)
             steps.append(handle.stats.steps)
-    (line,) = found_in(caplog)
+    (line,) = (message for message in caplog.messages if "drafting with what was learned" in message)
     assert f"{NAME}.safetensors" in line and "which comes with this package" in line
     assert steps[0] < steps[1]
 

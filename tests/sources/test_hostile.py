@@ -53,20 +53,14 @@ class Oracle(DraftSource):
         return Proposal(tokens, log_probs) if change is None else change(self, level, tokens, log_probs)
 
 
-def _tokens(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    return lambda source, level, tokens, log_probs: Proposal(change(tokens), log_probs)
+def _made(tokens: Any = None, log_probs: Any = None, index: Any = None) -> Callable[..., Any]:
+    """A proposal whose parts are changed, by functions of tokens, of log-probabilities, and of the nodes' ids."""
 
+    def change(source, level, *parts):
+        parts = (part if make is None else make(part) for make, part in zip((tokens, log_probs), parts, strict=True))
+        return Proposal(*parts, index and index(level.frontier.node_ids))
 
-def _log_probs(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    return lambda source, level, tokens, log_probs: Proposal(tokens, change(log_probs))
-
-
-def _index(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    return lambda source, level, tokens, log_probs: Proposal(tokens, log_probs, change(level.frontier.node_ids))
-
-
-def _both(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    return lambda source, level, tokens, log_probs: Proposal(change(tokens), change(log_probs))
+    return change
 
 
 def _returns(value: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,41 +132,41 @@ KINDS: dict[str, tuple[Callable[..., Any], str]] = {
     "a tuple": (_returns(lambda t, p: (t, p)), f"{NOT_A_PROPOSAL}.*got tuple"),
     "nothing": (_returns(lambda t, p: None), EXACT),
     "an error": (_raises, "boom"),
-    "arrays": (_both(lambda x: x.numpy()), "hostile: tokens: expected a tensor, got ndarray"),
+    "arrays": (_made(*2 * [lambda x: x.numpy()]), "hostile: tokens: expected a tensor, got ndarray"),
     # Dtypes.
     "float tokens": (
-        _tokens(lambda t: t.float()),
+        _made(lambda t: t.float()),
         "hostile: tokens: expected int32 or int64, got float32; propose int32 tokens",
     ),
-    "sparse scores": (_log_probs(lambda p: p.to_sparse()), "hostile: expected dense tensors"),
-    "int64 tokens": (_tokens(lambda t: t.long()), EXACT),
-    "float16 scores": (_log_probs(lambda p: p.half()), EXACT),
+    "sparse scores": (_made(log_probs=lambda p: p.to_sparse()), "hostile: expected dense tensors"),
+    "int64 tokens": (_made(lambda t: t.long()), EXACT),
+    "float16 scores": (_made(log_probs=lambda p: p.half()), EXACT),
     # Devices.
-    "tokens on meta": (_tokens(lambda t: t.to("meta")), "hostile: tokens: expected device cpu, got meta"),
+    "tokens on meta": (_made(lambda t: t.to("meta")), "hostile: tokens: expected device cpu, got meta"),
     # Shapes.
     "a node too many": (
-        _both(lambda x: torch.cat([x, x[:, :1]], 1)),
+        _made(*2 * [lambda x: torch.cat([x, x[:, :1]], 1)]),
         "hostile: tokens: expected shape.*K of each after",
     ),
-    "an index a sequence": (_index(lambda n: n[:, 0]), "hostile: index: expected shape"),
-    "no candidates": (_both(lambda x: x[..., :0]), EXACT),
-    "many candidates": (_both(lambda x: x.repeat(1, 1, 40)), EXACT),
+    "an index a sequence": (_made(index=lambda n: n[:, 0]), "hostile: index: expected shape"),
+    "no candidates": (_made(*2 * [lambda x: x[..., :0]]), EXACT),
+    "many candidates": (_made(*2 * [lambda x: x.repeat(1, 1, 40)]), EXACT),
     # Token ids.
-    "token vocab": (_tokens(_first(97)), f"{IDS} 96, got 97"),
-    "token 2³¹": (_tokens(_first(2**31, torch.int64)), f"{IDS} 96, got 2147483648"),
+    "token vocab": (_made(_first(97)), f"{IDS} 96, got 97"),
+    "token 2³¹": (_made(_first(2**31, torch.int64)), f"{IDS} 96, got 2147483648"),
     "token −1 of +∞": (_none(-1, torch.inf), EXACT),
-    "no token at all": (_tokens(lambda t: torch.full_like(t, -1)), EXACT),
+    "no token at all": (_made(lambda t: torch.full_like(t, -1)), EXACT),
     "random": (_random, EXACT),
     # Log-probabilities.
-    "NaN": (_log_probs(_first(torch.nan)), f"{ABOVE} nan"),
-    "+∞": (_log_probs(_first(torch.inf)), f"{ABOVE} inf"),
-    "−∞ everywhere": (_log_probs(lambda p: -p.abs() * torch.inf), EXACT),
-    "10⁻⁶": (_log_probs(_first(1e-6)), EXACT),
-    "certain of all": (_log_probs(torch.zeros_like), EXACT),
+    "NaN": (_made(log_probs=_first(torch.nan)), f"{ABOVE} nan"),
+    "+∞": (_made(log_probs=_first(torch.inf)), f"{ABOVE} inf"),
+    "−∞ everywhere": (_made(log_probs=lambda p: -p.abs() * torch.inf), EXACT),
+    "10⁻⁶": (_made(log_probs=_first(1e-6)), EXACT),
+    "certain of all": (_made(log_probs=torch.zeros_like), EXACT),
     # Indices.
-    "index 2⁶³ − 1": (_index(lambda n: torch.full_like(n.long(), 2**63 - 1)), EXACT),
+    "index 2⁶³ − 1": (_made(index=lambda n: torch.full_like(n.long(), 2**63 - 1)), EXACT),
     # Memory.
-    "requires a gradient": (_log_probs(lambda p: p.clone().requires_grad_()), EXACT),
+    "requires a gradient": (_made(log_probs=lambda p: p.clone().requires_grad_()), EXACT),
     "made in inference mode": (_in_inference_mode, EXACT),
     "a buffer used again": (_reused, EXACT),
     "the frontier written": (_writes_frontier, EXACT),
@@ -284,6 +278,7 @@ class Declares(Oracle):
 @pytest.mark.parametrize(
     ("attributes", "match"),
     [
+        ({"name": 3}, "Declares.name: expected a name, got 3"),
         ({"forwards": (None,)}, r"hostile: forwards: expected a tuple of torch modules, got \(None,\)"),
         ({"shares": (float("nan"),)}, "hostile: shares: expected a tuple of weights from 0 to 1, at least one, got"),
         ({"reliability": (0.5, 0.7)}, "hostile: reliability: expected a ratio for each share"),

@@ -8,12 +8,11 @@ import pytest
 import torch
 import two_tokenizers as two
 from models import noised, prompts, tiny
-from sources.rows import BOTH, OURS, THEIRS, encoded, pair_of, sharing
+from sources.rows import BOTH, OURS, THEIRS, encoded, hybrid, pair_of, sharing
 from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
-from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.records import DecodeState
@@ -67,21 +66,6 @@ def test_each_source_is_mixed_in_by_its_own_weight():
 def test_a_source_that_is_alone_is_corrected_by_its_reliability():
     assert drafted([LOOKUP], (0.0,), reliability=(0.5,)) == pytest.approx({4: 0.25, 5: 0.125})
     assert drafted([LOOKUP], (0.0,)) == pytest.approx({4: 0.5, 5: 0.25})
-
-
-@pytest.mark.parametrize("share", [0.1, 0.8])
-def test_a_mixture_learns_which_source_was_right(share):
-    """Two sources that never agree; the other is right ``share`` of the time."""
-    gen = torch.Generator().manual_seed(0)
-    weights = SourceWeights((0.0, 0.5), CPU)
-    nodes = torch.arange(5, dtype=torch.int32).expand(4, -1)
-    for _ in range(120):
-        right = torch.rand(4, 5, generator=gen) < share
-        first, other = torch.where(right, -1, 7)[..., None].int(), torch.where(right, 7, -1)[..., None].int()
-        log_probs = torch.full((4, 5, 1), 0.9).log()
-        asked = Asked(nodes, other, log_probs, torch.ones(4, 5, dtype=torch.int32), first, log_probs)
-        weights.learn([asked], nodes, torch.full((4, 5), 7, dtype=torch.int32))
-    assert weights.mixture.weights.tolist() == [0.0, pytest.approx(share, abs=0.09)]
 
 
 @pytest.mark.parametrize("wrong", ["model", "another"])
@@ -153,7 +137,9 @@ def test_search_finds_the_blocks_that_do_nothing():
     assert expected_speed(float(agreement), found.cost) > 0.9 * expected_speed(1.0, 1 - 3 / 8)
 
 
+ONES = torch.ones(1, 2, dtype=torch.int64)
 NO_LAYERS = {"attention": range(4), "mlp": range(4)}
+BOTH_TEXT = {"tokenizer": OURS, "assistant_tokenizer": two.sentencepiece()}
 SPECULATIVE = {"criterion": "speculative", "graph_config": "chain"}
 REFUSED = {
     "layers of text": (
@@ -161,8 +147,9 @@ REFUSED = {
         "expected indices of layers, got 'a'",
     ),
     "all layers": (lambda t: {"assistant_model": LayerSkip(t, **NO_LAYERS)}, "all that attends is skipped"),
+    "one token": (lambda t: LayerSkip.search(t, ONES[:, :1]), "at least 2 tokens a row, got 1"),
+    "no time": (lambda t: LayerSkip.search(t, ONES, seconds=0), "seconds: .* got 0"),
     "another's layers": (lambda t: {"assistant_model": LayerSkip(tiny(), mlp=[0])}, "a LayerSkip of another model"),
-    "no heads": (lambda t: {"draft_sources": ("heads",)}, '"heads" needs draft_heads'),
     "heads left out": (
         lambda t: {"draft_sources": ("history",), "draft_heads": DraftHeads.for_model(t, 3)},
         'leave out draft_heads, or name "heads"',
@@ -180,6 +167,12 @@ REFUSED = {
         lambda t: {"assistant_model": noised(t), "assistant_tokenizer": OURS},
         "needs the target's tokenizer",
     ),
+    "two tokenizers": (
+        lambda t: {"assistant_model": noised(t), **BOTH, "assistant_tokenizer": [OURS] * 2},
+        "a list of 1",
+    ),
+    "text that samples": (lambda t: {"assistant_model": t, **BOTH_TEXT, **SPECULATIVE}, "every token of the target"),
+    "text of states": (lambda t: {"assistant_model": hybrid("qwen3.5"), **BOTH_TEXT}, "keeps a recurrent state"),
 }
 
 

@@ -18,8 +18,8 @@ from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
-from gsd_kernels_hf.sources.learned import shipped_file
 from gsd_kernels_hf.sources.load import load_drafter
+from gsd_kernels_hf.sources.memory import shipped_file
 
 from ..competitors import Ways, decoding
 from ..configs import PROMPT_LOOKUP_TOKENS

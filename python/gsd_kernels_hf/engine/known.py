@@ -12,7 +12,7 @@ from torch import nn
 from ..costs.pair import fingerprint
 from ..model.facts import Facts
 from ..sources.history import mixes_on
-from ..sources.learned import Known, read_learned, shipped_file
+from ..sources.memory import Known, read_learned, shipped_file
 from ..store import cache_dir
 
 logger = logging.getLogger("gsd_kernels")

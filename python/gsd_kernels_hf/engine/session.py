@@ -43,8 +43,7 @@ from ..model.runner import CachedText, Listener, RowModel
 from ..policy.learning import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource, Level, OwnSource
-from ..sources.learned import Known
-from ..sources.memory import HistoryMemory
+from ..sources.memory import HistoryMemory, Known
 from ..sources.mixer import Mixer, SourceWeights
 from .resolved import Request, SessionKey
 from .stats import Clock

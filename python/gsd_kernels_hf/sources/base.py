@@ -21,8 +21,7 @@ from gsd_kernels.ops.learn import Asked
 
 from ..model.runner import CachedText, RowModel
 from ..records import Candidates, DecodeState, Sampler, Verified
-from .learned import Known
-from .memory import HistoryMemory
+from .memory import HistoryMemory, Known
 
 
 class Text(Protocol):
@@ -54,17 +53,11 @@ class Text(Protocol):
     continues: bool
     first: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None
+    reference_ids: Tensor | None
     memory: HistoryMemory | None
     learned: Known | None
-
-    @property
-    def reference_ids(self) -> Tensor | None: ...
-
-    @property
-    def processors(self) -> Sequence[Any]: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
+    processors: Sequence[Any]
+    tokenizer: Any
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """``model`` with a cache of its own."""

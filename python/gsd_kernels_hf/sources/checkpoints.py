@@ -284,7 +284,7 @@ def number(config: Mapping[str, Any], name: str, *, default: int | None = None, 
         BadCheckpoint: it is missing, no integer, or too small.
     """
     value = default if config.get(name) is None else config[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise bad(f"{name} in its config: expected an integer of at least {least}, got {value!r}")
     return value
 

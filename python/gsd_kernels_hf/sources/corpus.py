@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ class Corpus(OwnSource):
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (str(self.folder.absolute()), self.name)
+        return partial(Corpus, str(self.folder.absolute()), name=self.name), ()
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that lacks tokens of the corpus."""
@@ -227,7 +228,3 @@ class Corpus(OwnSource):
         if not sampler.greedy:
             log_probs = sampler.perturb(tokens, log_probs, level.positions)
         return Proposal(tokens, log_probs, matched)
-
-
-def _reopened(folder: str, name: str) -> Corpus:
-    return Corpus(folder, name=name)

@@ -28,7 +28,7 @@ from ..model.runner import RowModel
 from ..model.vocabulary import Speller, Translation
 from ..records import Candidates, DecodeState
 from .base import DraftSource, Level, OwnSource, Proposal, Text
-from .draft_model import DraftModel
+from .expansion import DraftModel
 from .mixer import Mixer
 from .trie import Places, Trie, after_nodes, emitted_since, proposal_of, text_at_end
 

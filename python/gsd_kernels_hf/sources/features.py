@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.decoder_rows import decoder_rows
@@ -83,15 +83,13 @@ class FeatureCache(CachedText):
 
     Args:
         model: the drafter.
-        config: of its layers.
         text: being written.
         extra: cache positions that a forward of the drafter needs, more than the target's rows do.
     """
 
-    def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text, extra: int) -> None:
-        target, self.config, self.extra = text.target, config, extra
-        self.compiled = False  # whether the forward is one operator, which was compiled ahead
-        cache = GraphCache(config, target.cache.capacity + extra, target.backend)
+    def __init__(self, model: Any, text: Text, extra: int) -> None:
+        target, self.extra = text.target, extra
+        cache = GraphCache(model.sizes, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.kv_start = self.text_kv_start
         self.backend, self.device = target.backend, next(model.parameters()).device
@@ -99,7 +97,7 @@ class FeatureCache(CachedText):
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         weight = next(model.parameters())
         batch = text.state.tokens.shape[0]
-        self.features = weight.new_zeros(batch, target.cache.capacity, config.hidden_size)  # [B, S, D]
+        self.features = weight.new_zeros(batch, target.cache.capacity, model.sizes.hidden_size)  # [B, S, D]
 
     def grow(self, capacity: int) -> None:
         """See :meth:`CachedText.grow`."""
@@ -113,9 +111,9 @@ class FeatureCache(CachedText):
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Begin a forward of rows, as a row model does."""
-        if not self.compiled:
+        if self.ids_dtype is torch.int64:  # else the forward is one operator, which was compiled ahead
             kinds = windowed(self.model.windows)
-            self.cache.launch(self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
+            self.cache.launch(self.model.sizes, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
 
 class FeatureSource(OwnSource):
@@ -157,7 +155,7 @@ class FeatureSource(OwnSource):
         self.embedding = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
         ids = None if module.d2t is None else module.target_ids()
         self.vocabulary = DraftVocabulary(ids, module.sizes.vocab_size, text.target.vocab_size)
-        self.rows = FeatureCache(self.module, self.module.sizes, text, self.extra_slots)
+        self.rows = FeatureCache(self.module, text, self.extra_slots)
         text.keep(self.rows)
         self.rows.vocab_size = self.embedding.num_embeddings
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; where entries end, padding included
@@ -166,8 +164,7 @@ class FeatureSource(OwnSource):
         super().attach(text)
         # Parameters as they lie now: a cast replaces them.
         self.operator = operator_of(self.module, self.embedding, self.head, self.rows.backend)
-        self.rows.compiled = self.operator is not None
-        self.rows.ids_dtype = torch.int32 if self.rows.compiled else torch.int64
+        self.rows.ids_dtype = torch.int64 if self.operator is None else torch.int32
         prompt = self.state.tokens[:, : int(self.state.out_len[0])]
         reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
         self.cached.copy_(self.state.kv_start.clamp(min=min(reused, prompt.shape[1] - 1 - self.ahead)))

@@ -155,7 +155,7 @@ def _read(words: tuple[bytes, ...], special: tuple[int, ...]) -> Vocabulary:
 def holds_grammar(processors: Sequence[Any]) -> bool:
     """Return whether a processor has a grammar of a library that is known here."""
     kinds = _kinds("GrammarMatcher", "CompiledGrammar", "LLMatcher", "LLTokenizer")
-    return bool(kinds) and any(isinstance(value, kinds) for value in _values(processors))
+    return any(isinstance(value, kinds) for value in _values(processors))
 
 
 def _kinds(*names: str) -> tuple[type, ...]:
@@ -182,14 +182,14 @@ def _copies(processor: Any, batch: int) -> list[Any]:
     lists = [[v] if not isinstance(v, (list, tuple)) else list(v) for v in values]
     compiled, matchers = _kinds("CompiledGrammar"), _kinds("GrammarMatcher", "LLMatcher")
     for found in lists:
-        if found and compiled and all(isinstance(one, compiled) for one in found) and len(found) in (1, batch):
+        if len(found) in (1, batch) and all(isinstance(one, compiled) for one in found):
             return [sys.modules["xgrammar"].GrammarMatcher(one) for one in found * (batch // len(found))]
-    tokenizers = [v for v in values if _kinds("LLTokenizer") and isinstance(v, _kinds("LLTokenizer"))]
+    tokenizers = [v for v in values if isinstance(v, _kinds("LLTokenizer"))]
     grammar = getattr(processor, "grammar", None)
     if tokenizers and isinstance(grammar, str):
         return [sys.modules["llguidance"].LLMatcher(tokenizers[0], grammar) for _ in range(batch)]
     for found in lists:
-        if len(found) == batch and matchers and all(isinstance(one, matchers) for one in found):
+        if len(found) == batch and all(isinstance(one, matchers) for one in found):
             return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]
     for found in lists:
         if len(found) == batch and all(isinstance(one, LogitsProcessor) for one in found):

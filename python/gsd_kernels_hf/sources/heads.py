@@ -73,7 +73,7 @@ class DraftHeads(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("num_layers", num_layers)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
         self.hidden_size, self.num_heads, self.num_layers = hidden_size, num_heads, num_layers
         self.target = dict(target or {})

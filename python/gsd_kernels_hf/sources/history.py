@@ -21,7 +21,7 @@ from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
 from .base import Level, OwnSource, Proposal, Text
-from .learned import prior
+from .memory import prior
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
@@ -68,7 +68,9 @@ class History(OwnSource):
         if self.known is not None:
             self._begin(self.known)
         if reference is not None:
-            texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
+            texts = reference.to(self.state.tokens.device).long().reshape(-1, reference.shape[-1])
+            # Several sequences of one prompt have the prompt's.
+            texts = texts.repeat_interleave(len(self.state.tokens) // len(texts), 0)  # [B, L]
             lengths = torch.full_like(self.state.kv_start, texts.shape[1])
             self.read(texts, torch.zeros_like(self.state.kv_start), lengths)
         if replay.is_gpu(self.state.tokens.device):
@@ -167,10 +169,9 @@ class History(OwnSource):
 
     def propose(self, level: Level) -> Proposal:
         """Continuations of each frontier node; what they were found by is the index."""
-        nodes, noise = level.frontier.node_ids, self._noise(level)
-        if self.known is not None:
-            return Proposal(*history_recall(self.known, level.graph, nodes, **noise, backend=self.sampler.backend))
-        return Proposal(*ngram_recall(self.table, level.graph, nodes, **noise, backend=self.sampler.backend))
+        recall, known = (ngram_recall, self.table) if self.known is None else (history_recall, self.known)
+        noise, backend = self._noise(level), self.sampler.backend
+        return Proposal(*recall(known, level.graph, level.frontier.node_ids, **noise, backend=backend))
 
     def propose_rest(self, level: Level) -> Asked:
         """Look up level after level in one call."""
@@ -196,12 +197,3 @@ class History(OwnSource):
 def mixes_on(device: torch.device) -> bool:
     """Return whether the history is a mixture there: the compiled ops of the device's type make one."""
     return unavailable_reason(device.type, device) is None
-
-
-def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:
-    """One text a sequence, int64 [batch, L]; several sequences of one prompt have the prompt's.
-
-    reference_ids: int [L], or [prompts, L] of as many prompts as divide the batch.
-    """
-    texts = reference_ids.long().reshape(-1, reference_ids.shape[-1])
-    return texts.repeat_interleave(batch // texts.shape[0], 0)

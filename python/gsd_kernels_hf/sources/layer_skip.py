@@ -180,6 +180,9 @@ def _best_blocks(
     def best_tokens(view: PreTrainedModel) -> Tensor:
         return view(input_ids=ids, use_cache=False).logits.argmax(-1)  # [B, L]
 
+    def tell(steps: int) -> None:
+        update(steps, f"{best[0]:.2f} times the speed at best")
+
     def promise(block: Block) -> float:  # the speed without it too, if it agrees as often as when it was last tried
         return expected_speed(min(agreements[block], agreement), blocks.share(skipped | {block}))
 
@@ -212,11 +215,11 @@ def _best_blocks(
             best = max(best, (speed, without), key=lambda one: one[0])
             taken = max(taken, (speed, agrees, without), key=lambda one: one[0])
             done += not skipped
-            update(done, f"{best[0]:.2f} times the speed at best")
+            tell(done)
         _, agreement, skipped = taken
         done += 1
-        update(done, f"{best[0]:.2f} times the speed at best")
-    update(total, f"{best[0]:.2f} times the speed at best")
+        tell(done)
+    tell(total)
     return best[1]
 
 

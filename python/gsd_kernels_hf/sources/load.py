@@ -151,7 +151,7 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
         ValueError: see :func:`load_drafter` and :meth:`DraftHeads.from_pretrained`.
     """
     own = option == "drafter" and where == OWN
-    key = option, OWN if own else str(lasting(where)), target.dtype, device_of(target)
+    key = option, str(lasting(where)), target.dtype, device_of(target)
     with _lock:  # of two threads the second one waits for what the first one loads
         kept = _loaded.setdefault(target, {})
         now, drafter = kept.get(key, (None, None))

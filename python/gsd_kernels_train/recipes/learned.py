@@ -15,7 +15,7 @@ from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.costs.pair import fingerprint
 from gsd_kernels_hf.learning import learn
 from gsd_kernels_hf.model.properties import vocabulary
-from gsd_kernels_hf.sources.learned import FOLDER, SHIPPED, print_of_vectors, read_learned
+from gsd_kernels_hf.sources.memory import FOLDER, SHIPPED, print_of_vectors, read_learned
 
 
 def main() -> None:
