@@ -18,7 +18,7 @@ from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import digest
 
-from .job import Trainee, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
+from .job import Trainee, TrainingOptions, accepted_per_step, run, stored_dtype
 from .text import HeldOut, mean_of
 
 CHAIN_TOKENS = 5
@@ -151,14 +151,13 @@ def distill(draft: str, options: TrainingOptions) -> dict[str, Any]:
     """Train ``draft`` (a folder) by ``options``; the report that ``training.json`` holds.
 
     Raises:
-        ValueError: options, text or models that cannot be used, by name.
-        OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
+        ValueError, OSError, RuntimeError: see :func:`~gsd_kernels_train.job.run`.
     """
-    clock = options.clock()
-    target, tokenizer = load_target(options)
-    model = load_draft(draft, options)
-    named = any((Path(draft) / name).is_file() for name in TOKENIZERS)  # else an empty one would be made
-    own = AutoTokenizer.from_pretrained(draft) if named else None
-    trainee = Distillation(options, target, tokenizer, model, own, stored_dtype(draft))
-    return run(options, target, tokenizer, trainee, clock)
+
+    def make(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, _: object) -> Distillation:
+        model = load_draft(draft, options)
+        named = any((Path(draft) / name).is_file() for name in TOKENIZERS)  # else an empty one would be made
+        own = AutoTokenizer.from_pretrained(draft) if named else None
+        return Distillation(options, target, tokenizer, model, own, stored_dtype(draft))
+
+    return run(options, make)

@@ -6,6 +6,8 @@ The result is written in the layout that others publish and serve, and read back
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ from .drafter import (
     spread,
     write_checkpoint,
 )
-from .job import TrainingOptions, check_output_matrix, load_target, output_logits, run
-from .text import TrainingText, read_text
+from .job import TrainingOptions, check_output_matrix, output_logits, run
+from .text import TrainingText
 
 LARGEST_DRAFT_VOCABULARY = 32000
 """Default draft vocabulary of EAGLE-3 at most, as published ones have it."""
@@ -426,13 +428,9 @@ def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> di
     """Train heads by ``options``; the report that ``training.json`` holds.
 
     Raises:
-        ValueError: options, text or a target that cannot be used, by name.
-        OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
+        ValueError, OSError, RuntimeError: see :func:`~gsd_kernels_train.job.run`.
     """
-    clock = options.clock()
-    target, tokenizer = load_target(options)
-    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers), clock)
+    return run(options, lambda target, *_: HeadTraining(options, target, num_heads, num_layers))
 
 
 # ---- all kinds of drafters
@@ -440,12 +438,12 @@ def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> di
 
 def trainee_of(
     options: TrainingOptions,
+    drafter: DrafterOptions,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    drafter: DrafterOptions,
-    text: TrainingText,
+    read: Callable[[], TrainingText],
 ) -> DrafterTraining:
-    """The training of a kind."""
+    """The training of a kind; ``read`` gives the text."""
     if drafter.kind == "mtp":
         return MtpTraining(options, target, drafter)
     if drafter.kind != "eagle3":
@@ -454,7 +452,8 @@ def trainee_of(
     count = min(size, LARGEST_DRAFT_VOCABULARY) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
     if count > size:
         raise ValueError(f"draft_vocabulary: expected at most the target's {size} tokens, got {count}")
-    learned = text.training.tokens if text.training.counted is None else text.training.tokens[text.training.counted]
+    text = read().training
+    learned = text.tokens if text.counted is None else text.tokens[text.counted]
     often = np.argsort(-np.bincount(learned, minlength=size)[:size], kind="stable")[:count]  # of equals the lower ids
     return Eagle3Training(options, target, drafter, torch.from_numpy(np.sort(often).astype(np.int64)))
 
@@ -463,11 +462,6 @@ def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str
     """Train a drafter by ``options``; the report that ``training.json`` holds.
 
     Raises:
-        ValueError: options, text or a target that cannot be used, by name.
-        OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
+        ValueError, OSError, RuntimeError: see :func:`~gsd_kernels_train.job.run`.
     """
-    clock = options.clock()
-    target, tokenizer = load_target(options)
-    text = read_text(options, tokenizer, clock)
-    return run(options, target, tokenizer, trainee_of(options, target, tokenizer, drafter, text), clock, text)
+    return run(options, partial(trainee_of, options, drafter))

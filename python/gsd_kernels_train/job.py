@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,6 @@ class TrainingOptions(Run):
             raise ValueError(f"seed: expected an integer from 0 to 2⁶³ − 1, got {self.seed}")
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ValueError(f"dtype: expected float32, bfloat16 or float64, got {str(self.dtype).split('.')[-1]}")
-
-    def clock(self) -> RunClock:
-        """Of a run that begins now, unless ``begun`` says earlier."""
-        return RunClock(self.minutes, self.begun)
 
     @property
     def weights(self) -> torch.dtype:
@@ -293,23 +290,23 @@ def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def run(
     options: TrainingOptions,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    trainee: Trainee,
-    clock: RunClock,
-    text: TrainingText | None = None,
+    make: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Callable[[], TrainingText]], Trainee],
 ) -> dict[str, Any]:
     """Train, on from where the same command was interrupted; what ``training.json`` holds.
 
-    ``text`` is what :func:`read_text` made of the options' files, where the caller has read them already. ``clock`` has
-    run since the caller began; all that is done here keeps to its minutes.
+    Args:
+        options: of the training; all of it keeps to their minutes.
+        make: the trainee, of the target, its tokenizer, and what reads the options' files, once.
 
     Raises:
-        ValueError: too little text, or ``out`` is of something else.
+        ValueError: options, text or models that cannot be used, by name, or ``out`` is of something else.
+        OSError: a file or checkpoint cannot be read.
         RuntimeError: the loss is not finite, or the minutes were over before one step was done; nothing is left then.
     """
-    if text is None:
-        text = read_text(options, tokenizer, clock)
+    clock = RunClock(options.minutes, options.begun)
+    target, tokenizer = load_target(options)
+    read = cache(lambda: read_text(options, tokenizer, clock))
+    trainee, text = make(target, tokenizer, read), read()
     folder = RunFolder(
         options.out,
         {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
