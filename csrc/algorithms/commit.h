@@ -7,13 +7,18 @@
 
 namespace gsd {
 
-// Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
+// Of one layer's keys or values, [B, Hkv, S, D] with any strides and unit last dimension, in bytes.
+struct CacheShape {
+  int64_t batch_stride, head_stride, slot_stride;
+  int64_t heads, slots, row_bytes;
+};
+
+// Keys and values of all layers that share a shape (which those of a LLaMA do).
 constexpr int kMaxCaches = 384;
 struct CommitArgs {
   char* caches[kMaxCaches];
-  int num_caches;
-  int heads, row_bytes, slots, path;  // path: P of accepted_rows [B, P]
-  int64_t batch_stride, head_stride, slot_stride;
+  int num_caches, path;  // path: P of accepted_rows [B, P]
+  CacheShape shape;
   const int32_t* accepted_rows;  // [B, P]
   const int32_t* num_accepted;   // [B]
   const int32_t* kv_len;         // [B], before the step
@@ -26,20 +31,21 @@ GSD_HD int accepted_of(int num_accepted, int path) { return max_int(min_int(num_
 // place is no slot of the cache stays where it is.
 template <class Vector>
 GSD_HD void commit_column(const CommitArgs& a, char* cache, int64_t b, int item, Vector* staged, int step) {
-  const int columns = a.row_bytes / static_cast<int>(sizeof(Vector));
+  const int columns = static_cast<int>(a.shape.row_bytes / static_cast<int64_t>(sizeof(Vector)));
   const int head = item / columns, column = item % columns, kv_len = a.kv_len[b];
-  char* const first = cache + b * a.batch_stride + head * a.head_stride + column * static_cast<int64_t>(sizeof(Vector));
+  const int slots = static_cast<int>(a.shape.slots);
+  char* const first = cache + b * a.shape.batch_stride + head * a.shape.head_stride + column * static_cast<int64_t>(sizeof(Vector));
   const int32_t* rows = a.accepted_rows + b * a.path;
   // Behind the last slot there are no places.
-  const int count = kv_len < 0 ? 0 : accepted_of(a.num_accepted[b], min_int(a.path, a.slots - kv_len));
+  const int count = kv_len < 0 ? 0 : accepted_of(a.num_accepted[b], min_int(a.path, slots - kv_len));
   const auto source = [&](int i) { return static_cast<int64_t>(kv_len) + max_int(rows[i], 0); };
   GSD_UNROLL_4
   for (int i = 0; i < count; i++) {
-    if (source(i) < a.slots) staged[i * step] = *reinterpret_cast<const Vector*>(first + source(i) * a.slot_stride);
+    if (source(i) < slots) staged[i * step] = *reinterpret_cast<const Vector*>(first + source(i) * a.shape.slot_stride);
   }
   GSD_UNROLL_4
   for (int i = 0; i < count; i++) {
-    if (source(i) < a.slots) *reinterpret_cast<Vector*>(first + (kv_len + i) * a.slot_stride) = staged[i * step];
+    if (source(i) < slots) *reinterpret_cast<Vector*>(first + (kv_len + i) * a.shape.slot_stride) = staged[i * step];
   }
 }
 

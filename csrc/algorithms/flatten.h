@@ -32,20 +32,6 @@ struct FlattenArgs {
   int32_t* node_ids;              // [R], −1 padded
   float* scores;                  // [R], −inf padded
   int32_t* num_rows;              // [1]
-
-  GSD_HD FlattenArgs at(const FlattenSizes& s, int64_t b) const {
-    const int64_t n = b * s.capacity, r = b * s.rows;
-    return {node_tokens + n,
-            edge_targets + n * s.branch,
-            edge_log_probs + n * s.branch,
-            token_ids + r,
-            parent_rows + r,
-            depths + r,
-            ancestor_mask + r * s.words(),
-            node_ids + r,
-            scores + r,
-            num_rows + b};
-  }
 };
 
 // The rows so far, sorted.
@@ -180,6 +166,6 @@ GSD_UNROLL
   if (rank == 0) *a.num_rows = n;
 }
 
-GSD_GROUP_WORK(FlattenArgs, FlattenArena::bytes(s), flatten_graph(group, a, s, memory))
+GSD_GROUP_WORK(FlattenArgs, FlattenArena::bytes(s), flatten_graph(group, all[number], s, memory))
 
 }  // namespace gsd

@@ -20,21 +20,6 @@ struct GraphData {
   float* edge_log_probs;   // [N, K]
   int32_t* num_nodes;      // [1]
   int32_t* num_merges;     // [1]
-
-  // `n`: nodes of the sequences before.
-  GSD_HD GraphData at(int64_t b, int64_t n, int branch, int words) const {
-    return {token_ids + n,
-            parents + n,
-            depths + n,
-            scores + n,
-            contexts + n * kContext,
-            expanded + n,
-            ancestor_mask + n * words,
-            edge_targets + n * branch,
-            edge_log_probs + n * branch,
-            num_nodes + b,
-            num_merges + b};
-  }
 };
 
 }  // namespace gsd

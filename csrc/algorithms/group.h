@@ -61,12 +61,6 @@ GSD_HD int min_int(int a, int b) { return a < b ? a : b; }
 GSD_HD int max_int(int a, int b) { return a > b ? a : b; }
 GSD_HD int words_for(int bits) { return (bits + 31) / 32; }
 
-// An optional array's place `by` elements on.
-template <class T>
-GSD_HD T* moved(T* array, int64_t by) {
-  return array != nullptr ? array + by : nullptr;
-}
-
 GSD_HD int power_of_two_from(int n) {
   int p = 1;
   while (p < n) p *= 2;
@@ -143,23 +137,42 @@ struct Arena {
   }
 };
 
-// What a group does with the arguments of an op, number by number: a.at(s, number) are those of one sequence, or of one
-// row or node where the algorithm says so. `bytes`: of its arena. Said once for an op, behind its algorithm;
-// csrc/cpu/sequences.h and csrc/cuda/sequences.cu run it.
+// The arguments of each of several sequences, or of what else groups take one by one. Args: pointers alone.
+template <class Args>
+struct Each {
+  static constexpr int kPointers = sizeof(Args) / sizeof(char*);
+  Args first;
+  int32_t steps[kPointers];  // bytes from one to the next; 0 for what they share, and what is absent
+
+  GSD_HD Args operator[](int number) const {
+    char* pointers[kPointers];
+    memcpy(pointers, &first, sizeof pointers);
+    GSD_UNROLL
+    for (int i = 0; i < kPointers; i++) pointers[i] += static_cast<int64_t>(number) * steps[i];  // one instruction
+    Args found;
+    memcpy(&found, pointers, sizeof pointers);
+    return found;
+  }
+};
+
+// What a group does with the arguments of an op, all[number] by all[number]: those of one sequence, or of one row or node
+// where the algorithm says so. `bytes`: of its arena. Said once for an op, behind its algorithm; csrc/cpu/sequences.h and
+// csrc/cuda/sequences.cu run it.
 template <class Args>
 struct GroupWork;
 
-#define GSD_GROUP_WORK(Args, arena_size, work)                                                           \
-  template <>                                                                                            \
-  struct GroupWork<Args> {                                                                               \
-    template <class Sizes>                                                                               \
-    static size_t bytes([[maybe_unused]] const Sizes& s) {                                               \
-      return arena_size;                                                                                 \
-    }                                                                                                    \
-    template <class Group, class Sizes>                                                                  \
-    static GSD_HD void run(Group& group, const Args& a, const Sizes& s, [[maybe_unused]] char* memory) { \
-      work;                                                                                              \
-    }                                                                                                    \
+#define GSD_GROUP_WORK(Args, arena_size, work)                                                               \
+  template <>                                                                                                \
+  struct GroupWork<Args> {                                                                                   \
+    template <class Sizes>                                                                                   \
+    static size_t bytes([[maybe_unused]] const Sizes& s) {                                                   \
+      return arena_size;                                                                                     \
+    }                                                                                                        \
+    template <class Group, class Sizes>                                                                      \
+    static GSD_HD void run(Group& group, const Each<Args>& all, const Sizes& s,                              \
+                           [[maybe_unused]] int number, [[maybe_unused]] char* memory) {                     \
+      work;                                                                                                  \
+    }                                                                                                        \
   };
 
 }  // namespace gsd

@@ -43,16 +43,13 @@ struct CopyIndex {
   int32_t* length;    // [1]
   int32_t* heads;     // [H], 1 + the last place of a hash, 0 for none
   int32_t* previous;  // [S], 1 + the place before of the same hash, 0 for none
-  int room, hashes;   // S, H
   int32_t* runners;         // [G], what nearly was the root, best first
   float* runner_log_probs;  // [G]
   int32_t* emitted;         // [1], tokens of the step
-  int num_runners;          // G
+};
 
-  GSD_HD CopyIndex at(int64_t b) const {
-    return {text + b * room, length + b, heads + b * hashes, previous + b * room, room, hashes,
-            runners + b * num_runners, runner_log_probs + b * num_runners, emitted + b, num_runners};
-  }
+struct CopySizes {
+  int room, hashes, runners;  // S, H, G
 
   // A hash of the five tokens that `token(i)` gives, the nearest first; −1 where one is none.
   template <class Token>
@@ -70,11 +67,12 @@ GSD_HD size_t append_bytes() { return arena_bytes(kAppended, sizeof(int32_t)); }
 
 // Append as many of the tokens as there is room for.
 template <class Group>
-GSD_HD void append_copies(Group& group, const CopyIndex& index, const int32_t* tokens, int count, char* memory) {
+GSD_HD void append_copies(Group& group, const CopyIndex& index, const CopySizes& s, const int32_t* tokens, int count,
+                          char* memory) {
   int32_t* hashes = reinterpret_cast<int32_t*>(memory);  // [kAppended], −1 for none
   const int rank = group.rank(), step = group.size(), start = *index.length;
-  if (start < 0 || start >= index.room) return;
-  count = min_int(count, index.room - start);
+  if (start < 0 || start >= s.room) return;
+  count = min_int(count, s.room - start);
   for (int first = 0; first < count; first += kAppended) {
     const int n = min_int(count - first, kAppended), begin = start + first;
     for (int i = rank; i < n; i += step) {
@@ -83,7 +81,7 @@ GSD_HD void append_copies(Group& group, const CopyIndex& index, const int32_t* t
       const auto back = [&](int k) {
         return place - k >= start ? tokens[place - k - start] : index.text[place - k];
       };
-      hashes[i] = place + 1 < kCopyContext ? -1 : index.hash(back);
+      hashes[i] = place + 1 < kCopyContext ? -1 : s.hash(back);
     }
     group.sync("history: hashes known");
     for (int i = rank; i < n; i += step) {
@@ -102,76 +100,81 @@ GSD_HD void append_copies(Group& group, const CopyIndex& index, const int32_t* t
   if (rank == 0 && count > 0) *index.length = start + count;
 }
 
+// The tensors of a History of gsd_kernels/ops/history/records.py, in the order of its `tensors()`.
 struct HistoryArgs {
-  NgramTable table;               // of the text
-  NgramTable learned;             // of all sequences; keys null: nothing
+  NgramTable table;  // of the text
   CopyIndex copies;
-  const double* weights;          // [kHistoryWeights]
-  const int32_t* parents;         // [M]
-  NgramSizes learned_sizes;
-
-  GSD_HD HistoryArgs at(const NgramSizes& s, int64_t b, int graph_nodes) const {
-    HistoryArgs mine = *this;
-    mine.table = table.at(s, b);
-    mine.copies = copies.at(b);
-    mine.parents = parents + b * graph_nodes;
-    return mine;
-  }
+  const double* weights;  // [kHistoryWeights]
+  NgramTable learned;     // of all sequences; keys null: nothing
 };
 
-// What is asked, of the first sequence, and all that is known.
-struct HistoryRecall {
-  NgramRecallArgs asked;
-  HistoryArgs history;
-  int row = 0;  // of the nodes that are asked for
+// The noise that the target will draw with.
+struct PickNoise {
+  const int32_t* first_pick;    // [1], index of the token after the root; null: none, and so the next two
+  const int64_t* seed;          // of all sequences
+  const int32_t* sequence_ids;  // [1]
+};
 
-  GSD_HD HistoryRecall at(const NgramSizes& s, int64_t node) const {
-    const int64_t b = node / s.rows;
-    return {asked.at(s, b), history.at(s, b, asked.graph_nodes), static_cast<int>(node % s.rows)};
-  }
+// All that is known, and what is asked: R nodes of the N of a graph.
+struct HistoryRecall {
+  HistoryArgs known;
+  const int32_t* token_ids;  // [N]
+  const int32_t* parents;    // [N]
+  const int32_t* contexts;   // [N, C], the tokens before each, nearest first
+  const int32_t* depths;     // [N]
+  const int32_t* nodes;      // [R], −1 for padding
+  PickNoise noise;
+  int32_t* tokens;   // [R, wanted], −1 for none
+  float* log_probs;  // [R, wanted], −inf for none
+  int32_t* matched;  // [R]
+};
+
+// Those of the text's table, with the rows that are asked for.
+struct HistorySizes : NgramSizes {
+  NgramSizes learned;
+  CopySizes copies;
+  int nodes, wanted;  // N, of K continuations
 };
 
 // What a step leaves: the tokens that it emitted and, where it drafted, what the target found likely at its rows.
 struct FollowArgs {
-  NgramInsertArgs seen;          // its tokens null: nothing was drafted
+  NgramTable table;
   CopyIndex copies;
-  const int32_t* tokens;         // [P]
-  const int32_t* counts;         // [1], of P
-  const int32_t* accepted_rows;  // [Q]; null: nothing was drafted
-  int given, path;               // P, Q
-
-  GSD_HD FollowArgs at(const NgramSizes& s, int64_t b) const {
-    FollowArgs mine = *this;
-    if (accepted_rows != nullptr) mine.seen = seen.at(s, b);
-    mine.accepted_rows = moved(accepted_rows, b * path);
-    mine.copies = copies.at(b);
-    mine.tokens = tokens + b * given;
-    mine.counts = counts + b;
-    return mine;
-  }
+  const int32_t* tokens;  // [P]
+  const int32_t* counts;  // [1], of P
+  NgramTree tree;
+  const int32_t* accepted_rows;  // [Q]; null, as the tree and the next two: nothing was drafted
+  const int32_t* seen;           // [R, K]
+  const float* log_probs;        // [R, K]
 };
 
 // Without lengths nothing was drafted.
+struct FollowSizes : NgramSizes {
+  CopySizes copies;
+  int given, path;  // P, Q
+};
+
 GSD_HD size_t follow_bytes(const NgramSizes& s) {
   const size_t seen = s.lengths == 0 ? 0 : NgramArena::bytes(s);
   return seen > append_bytes() ? seen : append_bytes();
 }
 
 template <class Group>
-GSD_HD void follow_step(Group& group, const FollowArgs& a, const NgramSizes& s, char* memory) {
-  const int count = min_int(*a.counts, a.given);
+GSD_HD void follow_step(Group& group, const FollowArgs& a, const FollowSizes& s, char* memory) {
+  const int count = min_int(*a.counts, s.given);
   if (count > 0) {
     int row = -1;
-    if (a.accepted_rows != nullptr) row = min_int(max_int(a.accepted_rows[min_int(count, a.path) - 1], 0), s.rows - 1);
-    for (int k = group.rank(); k < a.copies.num_runners; k += group.size()) {
+    if (a.accepted_rows != nullptr) row = min_int(max_int(a.accepted_rows[min_int(count, s.path) - 1], 0), s.rows - 1);
+    for (int k = group.rank(); k < s.copies.runners; k += group.size()) {
       const bool known = row >= 0 && k < s.branch;
-      a.copies.runners[k] = known ? a.seen.tokens[static_cast<int64_t>(row) * s.branch + k] : -1;
-      if (known) a.copies.runner_log_probs[k] = a.seen.log_probs[static_cast<int64_t>(row) * s.branch + k];
+      a.copies.runners[k] = known ? a.seen[static_cast<int64_t>(row) * s.branch + k] : -1;
+      if (known) a.copies.runner_log_probs[k] = a.log_probs[static_cast<int64_t>(row) * s.branch + k];
     }
     if (group.rank() == 0) *a.copies.emitted = count;
-    append_copies(group, a.copies, a.tokens, count, memory);
+    append_copies(group, a.copies, s.copies, a.tokens, count, memory);
   }
-  if (a.accepted_rows != nullptr) insert_rows(group, a.seen, s, memory);
+  if (a.accepted_rows == nullptr) return;
+  insert_rows(group, {a.table, nullptr, a.seen, a.log_probs, nullptr}, a.tree, s, memory);
 }
 
 constexpr int kListed = kLists * kRemembered;
@@ -249,15 +252,11 @@ GSD_HD double clipped(double log_prob) {
 }
 
 struct HistoryNode {
-  const HistoryArgs& h;
-  const NgramRecallArgs& a;
-  const NgramSizes& s;
+  const HistoryRecall& a;
+  const HistorySizes& s;
   const HistoryArena& m;
-  const int node, depth;
-
-  GSD_HD HistoryNode(const HistoryArgs& history, const NgramRecallArgs& args, const NgramSizes& sizes,
-                     const HistoryArena& arena, int id)
-      : h(history), a(args), s(sizes), m(arena), node(id), depth(args.depths[id]) {}
+  const int node, depth = a.depths[node];
+  const HistoryArgs& h = a.known;
 
   // One list: what a table holds of one length of the context, with the noise that the target will draw with; or the
   // runners-up, behind the root.
@@ -266,14 +265,14 @@ struct HistoryNode {
     float* log_probs = m.log_probs + list * kRemembered;
     m.sizes[list] = 0;
     if (list == kRunners) {
-      if (depth == 0 && h.copies.num_runners > 0 && h.copies.runners[0] >= 0) {
-        m.sizes[list] = take(h.copies.runners, h.copies.runner_log_probs, h.copies.num_runners, tokens, log_probs);
+      if (depth == 0 && s.copies.runners > 0 && h.copies.runners[0] >= 0) {
+        m.sizes[list] = take(h.copies.runners, h.copies.runner_log_probs, s.copies.runners, tokens, log_probs);
       }
       return;
     }
     const bool own = list < kHistoryOrders;
     const NgramTable table = own ? h.table : h.learned;
-    const NgramSizes sizes = own ? s : h.learned_sizes;
+    const NgramSizes sizes = own ? s : s.learned;
     const int order = own ? list : list - kHistoryOrders;
     if (table.keys == nullptr || order >= sizes.lengths) return;
     const int32_t* before = a.contexts + static_cast<int64_t>(node) * s.context;
@@ -284,9 +283,9 @@ GSD_ROLLED
     const int64_t entry = entry_of(table, sizes, key), at = entry * sizes.branch;
     if (entry < 0) return;
     m.sizes[list] = take(table.tokens + at, table.log_probs + at, sizes.branch, tokens, log_probs);
-    if (a.first_pick == nullptr) return;
-    const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(depth);
-    const NoiseStream noise = noise_stream(*a.seed, static_cast<int32_t>(position), *a.sequence_ids);
+    if (a.noise.first_pick == nullptr) return;
+    const uint32_t position = static_cast<uint32_t>(*a.noise.first_pick) + static_cast<uint32_t>(depth);
+    const NoiseStream noise = noise_stream(*a.noise.seed, static_cast<int32_t>(position), *a.noise.sequence_ids);
     perturb(noise, tokens, log_probs, log_probs, m.sizes[list]);
   }
 
@@ -304,15 +303,15 @@ GSD_ROLLED
   // in five like them.
   GSD_HD void find_places() const {
     int known = 0, at = node;
-    for (; at >= 0 && at < a.graph_nodes && known < kCopyMost; at = h.parents[at]) m.context[known++] = a.token_ids[at];
+    for (; at >= 0 && at < s.nodes && known < kCopyMost; at = a.parents[at]) m.context[known++] = a.token_ids[at];
     for (int place = *h.copies.length - 2; at < 0 && place >= 0 && known < kCopyMost; place--) {
-      if (place >= h.copies.room || h.copies.text[place] < 0) break;
+      if (place >= s.copies.room || h.copies.text[place] < 0) break;
       m.context[known++] = h.copies.text[place];
     }
     int visits = 0;
-    const int hash = known < kCopyContext ? -1 : h.copies.hash([&](int i) { return m.context[i]; });
+    const int hash = known < kCopyContext ? -1 : s.copies.hash([&](int i) { return m.context[i]; });
     int place = hash < 0 ? 0 : h.copies.heads[hash];
-    for (; visits < kCopyVisits && place > 0 && place <= h.copies.room; place = h.copies.previous[place - 1]) {
+    for (; visits < kCopyVisits && place > 0 && place <= s.copies.room; place = h.copies.previous[place - 1]) {
       m.places[visits++] = place;
     }
     m.counts[0] = known, m.counts[1] = visits;
@@ -322,7 +321,7 @@ GSD_ROLLED
   GSD_HD void measure(int visit) const {
     const int place = m.places[visit], most = min_int(m.counts[0], place);
     int same = 0;
-    if (place < *h.copies.length && place < h.copies.room && h.copies.text[place] >= 0) {  // else nothing follows yet
+    if (place < *h.copies.length && place < s.copies.room && h.copies.text[place] >= 0) {  // else nothing follows yet
       while (same < most && h.copies.text[place - 1 - same] == m.context[same]) same++;
     }
     m.matches[visit] = same < kCopyContext ? 0 : same;
@@ -451,12 +450,11 @@ GSD_ROLLED
 // The best candidates of the nodes of some rows, `count` from `first` on, best first, of equal ones that which was named
 // first. The rows lie side by side in memory: whatever is done of a node is done of all before the next barrier.
 template <class Group>
-GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const HistoryArgs& h, const NgramSizes& s, int first,
-                           int count, char* memory) {
+GSD_HD void recall_history(Group& group, const HistoryRecall& a, const HistorySizes& s, int first, int count, char* memory) {
   const int rank = group.rank(), step = group.size();
   const auto arena_of = [&](int row) { return HistoryArena::in(memory + row * HistoryArena::bytes()); };
-  const auto node_of = [&](int row, const HistoryArena& m) {
-    return HistoryNode(h, a, s, m, min_int(max_int(a.nodes[first + row], 0), a.graph_nodes - 1));
+  const auto node_of = [&](int row, const HistoryArena& m) -> HistoryNode {
+    return {a, s, m, min_int(max_int(a.nodes[first + row], 0), s.nodes - 1)};
   };
   // work(node, number, row) for so many numbers of every row's node.
   const auto each = [&](int numbers, const auto& work) {
@@ -465,9 +463,9 @@ GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const History
       work(node_of(i / numbers, m), i % numbers, i / numbers);
     }
   };
-  int32_t* tokens = a.tokens + static_cast<int64_t>(first) * a.wanted;
-  float* log_probs = a.log_probs + static_cast<int64_t>(first) * a.wanted;
-  for (int k = rank; k < count * a.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
+  int32_t* tokens = a.tokens + static_cast<int64_t>(first) * s.wanted;
+  float* log_probs = a.log_probs + static_cast<int64_t>(first) * s.wanted;
+  for (int k = rank; k < count * s.wanted; k += step) tokens[k] = -1, log_probs[k] = negative_infinity();
   each(kLists, [](const HistoryNode& node, int list, int) { node.read_list(list); });
   for (int row = step - 1 - rank; row < count; row += step) {  // the last threads, which have no list
     const HistoryArena m = arena_of(row);
@@ -495,15 +493,15 @@ GSD_HD void recall_history(Group& group, const NgramRecallArgs& a, const History
   each(1, [](const HistoryNode& node, int, int) { node.m.add_up(); });
   group.sync("history: sums known");
   each(kHistoryCandidates, [&](const HistoryNode& node, int at, int row) {
-    const int place = at < node.m.counts[2] ? node.m.place_of(at, a.wanted) : a.wanted;
-    if (place >= a.wanted) return;
-    tokens[row * a.wanted + place] = node.m.named[at];
-    log_probs[row * a.wanted + place] = static_cast<float>(node.m.scores[at] - node.m.sums[1]);
+    const int place = at < node.m.counts[2] ? node.m.place_of(at, s.wanted) : s.wanted;
+    if (place >= s.wanted) return;
+    tokens[row * s.wanted + place] = node.m.named[at];
+    log_probs[row * s.wanted + place] = static_cast<float>(node.m.scores[at] - node.m.sums[1]);
   });
 }
 
 GSD_GROUP_WORK(HistoryRecall, HistoryArena::bytes(),
-               recall_history(group, a.asked, a.history, s, a.row, 1, memory))  // of one node
-GSD_GROUP_WORK(FollowArgs, follow_bytes(s), follow_step(group, a, s, memory))
+               recall_history(group, all[number / s.rows], s, number % s.rows, 1, memory))  // of one node
+GSD_GROUP_WORK(FollowArgs, follow_bytes(s), follow_step(group, all[number], s, memory))
 
 }  // namespace gsd

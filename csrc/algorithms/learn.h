@@ -26,7 +26,6 @@ struct LearnLevel {
   const int32_t* index;          // [B, W]; null: 0
   const int32_t* first_tokens;   // [B, W, K], what it was mixed with
   const float* first_log_probs;  // [B, W, K]
-  int width = 0;
 };
 
 struct LearnArgs {
@@ -40,8 +39,13 @@ struct LearnArgs {
   float* parts;             // [B, P], working memory
   float prior_count, memory;
   LearnLevel levels[kMostLevels];
+  int widths[kMostLevels];
+};
 
-  GSD_HD const LearnArgs& at(const LearnSizes&, int64_t) const { return *this; }
+// Of all sequences.
+template <>
+struct Each<LearnArgs> {
+  LearnArgs first;
 };
 
 // A table that sinks back to its prior by how much was observed.
@@ -89,8 +93,8 @@ GSD_HD void find_node(const LearnArgs& a, const LearnSizes& s, int at) {
   a.parts[at] = 0.0f;
   for (int i = 0; i < s.levels; i++) {
     const LearnLevel& level = a.levels[i];
-    const int64_t begin = static_cast<int64_t>(at / s.path) * level.width;
-    for (int64_t row = begin; row < begin + level.width; row++) {
+    const int64_t begin = static_cast<int64_t>(at / s.path) * a.widths[i];
+    for (int64_t row = begin; row < begin + a.widths[i]; row++) {
       if (level.node_ids[row] == a.nodes[at]) return weigh_node(a, s, at, level, row);
     }
   }
@@ -116,6 +120,6 @@ GSD_HD void learn_all(Group& group, const LearnArgs& a, const LearnSizes& s) {
   for (int entry = group.rank(); entry < s.entries; entry += group.size()) learn_weight(a, s, entry);
 }
 
-GSD_GROUP_WORK(LearnArgs, 0, learn_all(group, a, s))  // of all sequences
+GSD_GROUP_WORK(LearnArgs, 0, learn_all(group, all.first, s))
 
 }  // namespace gsd

@@ -32,18 +32,6 @@ struct MergeArgs : GraphData {
   int32_t* next_tokens;     // [F]
   int32_t* next_depths;     // [F]
   int32_t* next_mask;       // [F, L]
-
-  GSD_HD MergeArgs at(const MergeSizes& s, int64_t b) const {
-    const int64_t m = s.candidates(), f = s.frontier;
-    return {GraphData::at(b, b * s.capacity, s.branch, s.words),
-            frontier + b * s.expanded,
-            tokens + b * m,
-            log_probs + b * m,
-            next_ids + b * f,
-            next_tokens + b * f,
-            next_depths + b * f,
-            next_mask + b * f * s.words};
-  }
 };
 
 struct MergeArena : Arena<MergeArena> {
@@ -239,6 +227,6 @@ GSD_HD void merge_level(Group& group, const MergeArgs& a, const MergeSizes& s, c
   }
 }
 
-GSD_GROUP_WORK(MergeArgs, MergeArena::bytes(s), merge_level(group, a, s, memory))
+GSD_GROUP_WORK(MergeArgs, MergeArena::bytes(s), merge_level(group, all[number], s, memory))
 
 }  // namespace gsd

@@ -28,26 +28,15 @@ struct NgramTable {
   int64_t* keys;     // [N], 0 for free; set s has s·W … s·W + W − 1
   int32_t* tokens;   // [N, K]
   float* log_probs;  // [N, K]
-
-  GSD_HD NgramTable at(const NgramSizes& s, int64_t b) const {
-    const int64_t n = b * s.capacity;
-    return {keys + n, tokens + n * s.branch, log_probs + n * s.branch};
-  }
 };
 
 // The unrolled graph, whose rows' contexts run up the tree and on into the text before the root.
 struct NgramTree {
   const int32_t* token_ids;    // [R]
-  const int32_t* parent_rows;  // [R]; null: contexts are given
+  const int32_t* parent_rows;  // [R]
   const int32_t* depths;       // [R]
   const int32_t* num_rows;     // [1]
   const int32_t* tail;         // [C], the tokens before the root, nearest first
-
-  GSD_HD NgramTree at(const NgramSizes& s, int64_t b) const {
-    if (parent_rows == nullptr) return *this;
-    const int64_t r = b * s.rows;
-    return {token_ids + r, parent_rows + r, depths + r, num_rows + b, tail + b * s.context};
-  }
 };
 
 struct NgramInsertArgs {
@@ -56,31 +45,23 @@ struct NgramInsertArgs {
   const int32_t* tokens;    // [R, K]
   const float* log_probs;   // [R, K]
   const bool* valid;        // [R]
-  NgramTree tree;
-
-  GSD_HD NgramInsertArgs at(const NgramSizes& s, int64_t b) const {
-    const int64_t r = b * s.rows;
-    return {table.at(s, b),           moved(contexts, r * s.context), tokens + r * s.branch,
-            log_probs + r * s.branch, moved(valid, r),                tree.at(s, b)};
-  }
-
-  GSD_HD bool takes(int64_t row) const { return contexts != nullptr ? valid[row] : row < *tree.num_rows; }
 };
 
 // The tokens of a row's context, one after the other.
 struct ContextWalk {
-  const NgramInsertArgs& a;
+  const int32_t* contexts;
+  const NgramTree& tree;
   const NgramSizes& s;
   const int64_t row;
   int64_t at = row;
   int back = 0;
 
   GSD_HD int32_t next() {
-    if (a.contexts != nullptr) return a.contexts[row * s.context + back++];
-    const int place = min_int(max_int(back++ - 1 - max_int(a.tree.depths[row], 0), 0), s.context - 1);
-    if (at < 0) return a.tree.tail[place];
-    const int32_t token = a.tree.token_ids[at];
-    at = a.tree.parent_rows[at];
+    if (contexts != nullptr) return contexts[row * s.context + back++];
+    const int place = min_int(max_int(back++ - 1 - max_int(tree.depths[row], 0), 0), s.context - 1);
+    if (at < 0) return tree.tail[place];
+    const int32_t token = tree.token_ids[at];
+    at = tree.parent_rows[at];
     if (at >= s.rows) at = -1;
     return token;
   }
@@ -92,12 +73,6 @@ struct NgramLookupArgs {
   int32_t* tokens;          // [R, K], −1 for none
   float* log_probs;         // [R, K], −inf for none
   int32_t* matched;         // [R]
-
-  GSD_HD NgramLookupArgs at(const NgramSizes& s, int64_t b) const {
-    const int64_t r = b * s.rows;
-    return {table.at(s, b), contexts + r * s.context, tokens + r * s.branch, log_probs + r * s.branch,
-            matched + r};
-  }
 };
 
 // The keys of a context, one token longer each time; 0 from the first token on that is none.
@@ -183,8 +158,9 @@ GSD_ROLLED
   }
 }
 
+// `tree`: where no contexts are given.
 template <class Group>
-GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes& s, char* memory) {
+GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramTree& tree, const NgramSizes& s, char* memory) {
   const auto arena = NgramArena::in(memory, s);
   const int rank = group.rank(), step = group.size();
   for (int first_row = 0; first_row < s.rows; first_row += s.chunk_rows()) {
@@ -193,8 +169,8 @@ GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes
     for (int row = rank; row < rows; row += step) {
       const int64_t from = first_row + row;
       ContextKeys keys;
-      ContextWalk walk{a, s, from};
-      const bool takes = a.takes(from);
+      ContextWalk walk{a.contexts, tree, s, from};
+      const bool takes = a.contexts != nullptr ? a.valid[from] : from < *tree.num_rows;
       for (int i = 0; i < s.lengths; i++) {
         const int entry = row * s.lengths + i;
         const int64_t key = keys.next(walk.next());
@@ -258,11 +234,6 @@ struct PerturbArgs {
   const int64_t* seed;          // of all sequences
   const int32_t* sequence_ids;  // [1]
   float* perturbed;             // [W, K]
-
-  GSD_HD PerturbArgs at(const PerturbSizes& s, int64_t b) const {
-    const int64_t w = b * s.rows, k = w * s.branch;
-    return {tokens + k, log_probs + k, positions + w, seed, sequence_ids + b, perturbed + k};
-  }
 };
 
 // K candidates by one thread: log-softmax of log_probs + noise, with all other tokens as one of average noise. In place
@@ -294,39 +265,6 @@ GSD_HD void perturb_rows(Group& group, const PerturbArgs& a, const PerturbSizes&
   }
 }
 
-// What followed nodes of a graph: M nodes in it, R asked for, N entries of K continuations of which the best are wanted.
-struct NgramRecallArgs {
-  NgramTable table;             // read only
-  const int32_t* token_ids;     // [M]
-  const int32_t* contexts;      // [M, C], the tokens before each, nearest first
-  const int32_t* depths;        // [M]
-  const int32_t* nodes;         // [R], −1 for padding
-  const int32_t* first_pick;    // [1], index of the token after the root; null: no noise, and so the next two
-  const int64_t* seed;          // of all sequences
-  const int32_t* sequence_ids;  // [1]
-  int32_t* tokens;              // [R, wanted], −1 for none
-  float* log_probs;             // [R, wanted], −inf for none
-  int32_t* matched;             // [R]
-  int graph_nodes, wanted;      // M, of K
-
-  GSD_HD NgramRecallArgs at(const NgramSizes& s, int64_t b) const {
-    const int64_t m = b * graph_nodes, r = b * s.rows;
-    return {table.at(s, b),
-            token_ids + m,
-            contexts + m * s.context,
-            depths + m,
-            nodes + r,
-            moved(first_pick, b),
-            seed,
-            moved(sequence_ids, b),
-            tokens + r * wanted,
-            log_probs + r * wanted,
-            matched + r,
-            graph_nodes,
-            wanted};
-  }
-};
-
 // K candidates of one source, O of the other; `weights` entries to look a row's weight up in, 0: a row has its own.
 struct MixSizes {
   int branch, others, weights;
@@ -339,18 +277,10 @@ struct MixArgs {
   const float* log_probs;        // [K]
   const int32_t* other_tokens;   // [O]
   const float* other_log_probs;  // [O]
-  const float* weight;           // [1], of the other source
-  const int32_t* index;          // [1]; null: the table's first entry
+  const float* weight;           // [1], of the other source; or the table
+  const int32_t* index;          // [1], of the table; null: the first
   int32_t* mixed;                // [K], −1 for none
   float* mixed_log_probs;        // [K]
-
-  GSD_HD MixArgs at(const MixSizes& s, int64_t row) const {
-    const int64_t k = row * s.branch, o = row * s.others;
-    int64_t at = s.weights > 0 ? 0 : row;
-    if (s.weights > 0 && index != nullptr) at = min_int(max_int(index[row], 0), s.weights - 1);
-    return {tokens + k, log_probs + k, other_tokens + o, other_log_probs + o, weight + at, nullptr, mixed + k,
-            mixed_log_probs + k};
-  }
 };
 
 struct MixArena : Arena<MixArena> {
@@ -373,7 +303,7 @@ template <class Group>
 GSD_HD void mix_row(Group& group, const MixArgs& a, const MixSizes& s, char* memory) {
   const auto arena = MixArena::in(memory, s);
   const int rank = group.rank(), step = group.size(), all = s.candidates();
-  const float weight = *a.weight;
+  const float weight = a.weight[a.index == nullptr ? 0 : min_int(max_int(*a.index, 0), s.weights - 1)];
   const auto token_at = [&](int i) { return i < s.branch ? a.tokens[i] : a.other_tokens[i - s.branch]; };
   for (int i = rank; i < all; i += step) {
     const int32_t token = token_at(i);
@@ -401,9 +331,9 @@ GSD_HD void mix_row(Group& group, const MixArgs& a, const MixSizes& s, char* mem
   }
 }
 
-GSD_GROUP_WORK(NgramInsertArgs, NgramArena::bytes(s), insert_rows(group, a, s, memory))
-GSD_GROUP_WORK(NgramLookupArgs, 0, look_up_rows(group, a, s))
-GSD_GROUP_WORK(PerturbArgs, 0, perturb_rows(group, a, s))
-GSD_GROUP_WORK(MixArgs, MixArena::bytes(s), mix_row(group, a, s, memory))  // of one row
+GSD_GROUP_WORK(NgramInsertArgs, NgramArena::bytes(s), insert_rows(group, all[number], {}, s, memory))
+GSD_GROUP_WORK(NgramLookupArgs, 0, look_up_rows(group, all[number], s))
+GSD_GROUP_WORK(PerturbArgs, 0, perturb_rows(group, all[number], s))
+GSD_GROUP_WORK(MixArgs, MixArena::bytes(s), mix_row(group, all[number], s, memory))  // of one row
 
 }  // namespace gsd

@@ -17,11 +17,6 @@ struct StartArgs : GraphData {
   const int32_t* out_len;   // [1]
   const int32_t* kv_start;  // [1]
   int32_t* first_pick;      // [1], index in the text of the token after the root
-
-  GSD_HD StartArgs at(const StartSizes& s, int64_t b) const {
-    return {GraphData::at(b, b * s.nodes, s.branch, s.words), tokens + b * s.length, out_len + b, kv_start + b,
-            first_pick + b};
-  }
 };
 
 template <class Group>
@@ -71,14 +66,6 @@ struct FeedArgs {
   Integer* positions;        // [R], in the text
   int32_t* row_depths;       // [R], less the shift
   int32_t* after;            // [R], index in the text of the token after each row
-
-  GSD_HD FeedArgs at(const FeedSizes& s, int64_t b) const {
-    const int64_t r = b * s.rows;
-    return {token_ids + r,  depths + r,     moved(slots, r),
-            kv_len + b,     kv_start + b,   moved(node_depths, b * s.nodes),
-            ids + r,        places + r,     positions + r,
-            row_depths + r, after + r};
-  }
 };
 
 template <class Group, class Integer>
@@ -112,12 +99,6 @@ struct ChainArgs {
   int32_t* depths;         // [E]
   int32_t* ancestor_mask;  // [E, E/32]
   int32_t* node_depths;    // [E]
-
-  GSD_HD ChainArgs at(const ChainSizes& s, int64_t b) const {
-    const int64_t e = b * s.rows;
-    return {tokens + b * s.length, end + b,    cached + b, base + b, token_ids + e, slots + e, depths + e,
-            ancestor_mask + e * s.words(), node_depths + e};
-  }
 };
 
 template <class Group>
@@ -160,11 +141,6 @@ struct PathArgs {
   const int32_t* node_ids;       // [R]
   int32_t* tokens;               // [P], emitted after each accepted row, 0 beyond
   int32_t* nodes;                // [P], kNoNode beyond
-
-  GSD_HD PathArgs at(const PathSizes& s, int64_t b) const {
-    const int64_t p = b * s.path, r = b * s.rows;
-    return {accepted_rows + p, num_accepted + b, next_token + b, token_ids + r, node_ids + r, tokens + p, nodes + p};
-  }
 };
 
 template <class Group>
@@ -178,9 +154,9 @@ GSD_HD void walk_path(Group& group, const PathArgs& a, const PathSizes& s) {
   }
 }
 
-// P tokens of a path, E of the storage, S positions of the text, N nodes, `ends` end-of-text tokens.
+// P tokens of a path, S positions of the text, N nodes, `ends` end-of-text tokens.
 struct TextSizes {
-  int path, emitted, length, nodes, ends;
+  int path, length, nodes, ends;
 };
 
 struct TextArgs {
@@ -192,31 +168,13 @@ struct TextArgs {
   int32_t* out_len;             // [1]
   int32_t* remaining;           // [1]
   bool* done;                   // [1]
-  int32_t* emitted;             // [E]
+  int32_t* emitted;             // [≥ P]
   int32_t* num_emitted;         // [1]
   int64_t* counts;              // [3], of all sequences: nodes, merge edges, merge edges on accepted paths
   const int32_t* nodes;         // [P]; null where nothing was drafted, and so the next three
   const int32_t* parents;       // [N]
   const int32_t* num_nodes;     // [1]
   const int32_t* num_merges;    // [1]
-
-  GSD_HD TextArgs at(const TextSizes& s, int64_t b) const {
-    return {new_tokens + b * s.path,
-            num_accepted + b,
-            next_token + b,
-            eos_ids,
-            tokens + b * s.length,
-            out_len + b,
-            remaining + b,
-            done + b,
-            emitted + b * s.emitted,
-            num_emitted + b,
-            counts,
-            moved(nodes, b * s.path),
-            moved(parents, b * s.nodes),
-            moved(num_nodes, b),
-            moved(num_merges, b)};
-  }
 };
 
 template <class Group>
@@ -250,11 +208,11 @@ GSD_HD void append_text(Group& group, const TextArgs& a, const TextSizes& s) {
   if (a.nodes != nullptr) count_drafted(group, a, s);
 }
 
-GSD_GROUP_WORK(StartArgs, 0, reset_to_root(group, a, s))
-GSD_GROUP_WORK(FeedArgs<int64_t>, 0, place_rows(group, a, s))
-GSD_GROUP_WORK(FeedArgs<int32_t>, 0, place_rows(group, a, s))
-GSD_GROUP_WORK(ChainArgs, 0, chain_rows(group, a, s))
-GSD_GROUP_WORK(PathArgs, 0, walk_path(group, a, s))
-GSD_GROUP_WORK(TextArgs, 0, append_text(group, a, s))
+GSD_GROUP_WORK(StartArgs, 0, reset_to_root(group, all[number], s))
+GSD_GROUP_WORK(FeedArgs<int64_t>, 0, place_rows(group, all[number], s))
+GSD_GROUP_WORK(FeedArgs<int32_t>, 0, place_rows(group, all[number], s))
+GSD_GROUP_WORK(ChainArgs, 0, chain_rows(group, all[number], s))
+GSD_GROUP_WORK(PathArgs, 0, walk_path(group, all[number], s))
+GSD_GROUP_WORK(TextArgs, 0, append_text(group, all[number], s))
 
 }  // namespace gsd

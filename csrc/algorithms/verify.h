@@ -27,22 +27,6 @@ struct VerifyArgs {
   int32_t* accepted_rows;        // [D + 1], −1 padded
   int32_t* num_accepted;         // [1]
   int32_t* next_token;           // [1]
-
-  GSD_HD VerifyArgs at(const VerifySizes& s, int64_t b) const {
-    const int64_t r = b * s.rows;
-    return {token_ids + r,
-            parent_rows + r,
-            depths + r,
-            ancestor_mask + r * s.words(),
-            num_rows + b,
-            sampled + r,
-            eos_ids,
-            remaining + b,
-            done + b,
-            accepted_rows + b * (s.max_path + 1),
-            num_accepted + b,
-            next_token + b};
-  }
 };
 
 struct VerifyArena : Arena<VerifyArena> {
@@ -103,6 +87,6 @@ GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s,
   }
 }
 
-GSD_GROUP_WORK(VerifyArgs, VerifyArena::bytes(s), verify_rows(group, a, s, memory))
+GSD_GROUP_WORK(VerifyArgs, VerifyArena::bytes(s), verify_rows(group, all[number], s, memory))
 
 }  // namespace gsd

@@ -2,7 +2,6 @@
 // what a look-up touches is all that is read of them.
 
 #include "../torch_ops/corpus.h"
-#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 
 namespace gsd {

@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "../torch_ops/decoder_rows.h"
-#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
 #include "decoder.h"
@@ -22,6 +21,19 @@ struct Packing {
   const Tensors& scales;
   Element element;
 
+  // Empty where an optional tensor is.
+  std::vector<float> vector(const char* name, const Tensor& t, int64_t size, bool optional = false) const {
+    if (!has_vector(name, t, size, optional)) return {};
+    std::vector<float> values(static_cast<size_t>(size));
+    read_row({t.const_data_ptr(), size, element_of(name, t.scalar_type())}, 0, values.data(), size);
+    return values;
+  }
+
+  Projection projection(const char* name, size_t number, const Tensor& t, const Tensor& bias, int64_t outputs,
+                        int64_t inputs) const {
+    return {of(name, number, t, outputs, inputs), vector("bias", bias, outputs, true)};
+  }
+
   Weights of(const char* name, size_t number, const Tensor& t, int64_t outputs, int64_t inputs) const {
     if (kinds.empty()) {
       STD_TORCH_CHECK(element_of(name, t.scalar_type()) == element, name, ": expected the dtype of the embedding");
@@ -31,15 +43,6 @@ struct Packing {
   }
 };
 
-// Empty where an optional tensor is.
-std::vector<float> vector_of(const char* name, const Tensor& t, int64_t size, bool optional = false) {
-  if (optional && t.numel() == 0) return {};
-  STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size && t.is_contiguous(), name, ": expected [", size, "], contiguous");
-  std::vector<float> values(static_cast<size_t>(size));
-  read_row({t.const_data_ptr(), size, element_of(name, t.scalar_type())}, 0, values.data(), size);
-  return values;
-}
-
 CacheTensor cache(const Tensor& t, const DecoderSizes& s, int64_t capacity, ScalarType dtype) {
   const CacheTensor found = cache_tensor(t, s.batch);
   STD_TORCH_CHECK(t.size(1) == s.kv_heads && t.size(2) == capacity && t.size(3) == s.head_dim &&
@@ -47,32 +50,6 @@ CacheTensor cache(const Tensor& t, const DecoderSizes& s, int64_t capacity, Scal
                   "k_caches, v_caches: expected [", s.batch, ", ", s.kv_heads, ", ", capacity, ", ", s.head_dim,
                   "] of one dtype");
   return found;
-}
-
-DecoderLayer layer_of(const Tensor* t, size_t number, const Tensor& keys, const Tensor& values, const DecoderSizes& s,
-                      const Packing& packing, int64_t capacity, int64_t window, int64_t inputs) {
-  const auto projection = [&](const char* name, int at, int64_t outputs, int64_t k) -> Projection {
-    const int bias = at < 5 ? at + 8 : at + 7;  // q, k, v, o: 1 … 4; gate, up, down: 6 … 8
-    const size_t matrix = kMatricesBefore + kMatricesPerLayer * number + static_cast<size_t>(at < 5 ? at - 1 : at - 2);
-    return {packing.of(name, matrix, t[at], outputs, k), vector_of("bias", t[bias], outputs, true)};
-  };
-  DecoderLayer layer{};
-  layer.input_norm = vector_of("input norm", t[0], s.hidden);
-  layer.second_norm = vector_of("second norm", t[5], s.hidden);
-  layer.q_norm = vector_of("q norm", t[16], s.head_dim, true);
-  layer.k_norm = vector_of("k norm", t[17], s.head_dim, true);
-  layer.q = projection("q", 1, s.q_size(), inputs);
-  layer.k = projection("k", 2, s.kv_size(), inputs);
-  layer.v = projection("v", 3, s.kv_size(), inputs);
-  layer.o = projection("o", 4, s.hidden, s.q_size());
-  layer.gate = projection("gate", 6, s.inner, s.hidden);
-  layer.up = projection("up", 7, s.inner, s.hidden);
-  layer.down = projection("down", 8, s.hidden, s.inner);
-  layer.keys = cache(keys, s, capacity, keys.scalar_type());
-  layer.values = cache(values, s, capacity, keys.scalar_type());
-  layer.cache_element = element_of("k_caches", keys.scalar_type());
-  layer.window = window;
-  return layer;
 }
 
 void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity, int64_t vocab) {
@@ -125,10 +102,14 @@ struct Call {
     check_ranges(rows, s, capacity, vocab);
     layers.reserve(depth);
     for (size_t l = 0; l < depth; l++) {
-      layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
-                                in.numbers("windows")[l], (l == 0 ? inputs : 1) * s.hidden));
+      layers.push_back(layer_of<DecoderLayer>(packing, tensors.data() + l * kTensorsPerLayer, l, s,
+                                              (l == 0 ? inputs : 1) * s.hidden));
+      const ScalarType dtype = k_caches[l].scalar_type();
+      DecoderLayer& layer = layers.back();
+      layer.keys = cache(k_caches[l], s, capacity, dtype), layer.values = cache(v_caches[l], s, capacity, dtype);
+      layer.cache_element = element_of("k_caches", dtype), layer.window = in.numbers("windows")[l];
     }
-    norm = vector_of("final norm", final_norm, s.hidden);
+    norm = packing.vector("final norm", final_norm, s.hidden);
     head = {packing.of("head", 1, in.tensor("head"), out_vocab, s.hidden), {}};
     paths = std::make_unique<const Paths>(in.at("ancestor_mask"), in.at("node_depths"), s.batch, s.rows, in['W'], in['N'],
                                           rows.kv_len, rows.kv_start, capacity);
@@ -199,13 +180,13 @@ struct FeatureCall : Call {
       : Call(in, of.projects() || of.stores() ? 1 : 2, false), stores(of.stores()) {
     const Tensor& t = of.features;
     features = {{in.at("features"), s.hidden, element_of("features", t.scalar_type())},
-                vector_of("feature norm", of.feature_norm, s.hidden, true),
-                of.projects() ? vector_of("token norm", of.projection[1], s.hidden) : layers[0].input_norm,
+                packing.vector("feature norm", of.feature_norm, s.hidden, true),
+                of.projects() ? packing.vector("token norm", of.projection[1], s.hidden) : layers[0].input_norm,
                 of.feature_first,
                 of.normed_residual};
     if (of.projects()) {
       first = {weights_of("projection", of.projection[0], kDense, nullptr, s.hidden, 2 * s.hidden, packing.element),
-               vector_of("projection bias", of.projection[2], s.hidden, true)};
+               packing.vector("projection bias", of.projection[2], s.hidden, true)};
     }
     give({s.batch, keep, s.hidden});
   }

@@ -1,19 +1,15 @@
 // merge, flatten, verify and commit_kv on CPU tensors: the graph algorithms run by a group of one thread a sequence.
 #include <algorithm>
 
-#include "../torch_ops/commit_kv.h"
-#include "../torch_ops/flatten.h"
-#include "../torch_ops/merge.h"
-#include "../torch_ops/op.h"
+#include "../torch_ops/graph_ops.h"
 #include "../torch_ops/registration.h"
-#include "../torch_ops/verify.h"
 #include "sequences.h"
 
 namespace gsd {
 namespace {
 
 void check_merged(const MergeCall& call) {
-  const int32_t needed = *std::max_element(call.args.num_nodes, call.args.num_nodes + call.batch);
+  const int32_t needed = *std::max_element(call.args.first.num_nodes, call.args.first.num_nodes + call.batch);
   STD_TORCH_CHECK(needed <= call.sizes.capacity, "merge: the level needs ", needed, " nodes, the graph holds ",
                   call.sizes.capacity);
 }
@@ -65,8 +61,8 @@ void commit_kv(const CommitCall& call) {
 
 GSD_OPS(CPU, m) {
   using namespace gsd;
-  Op<prepare_merge, run_sequences<MergeCall>, check_merged>::add(m, "merge");
-  Op<prepare_flatten, run_sequences<FlattenCall>>::add(m, "flatten");
-  Op<prepare_verify, run_sequences<VerifyCall>>::add(m, "verify");
+  Op<prepare_merge, &run_sequences, check_merged>::add(m, "merge");
+  Op<prepare_flatten, &run_sequences>::add(m, "flatten");
+  Op<prepare_verify, &run_sequences>::add(m, "verify");
   Op<prepare_commit, commit_kv>::add(m, "commit_kv");
 }

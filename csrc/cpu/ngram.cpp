@@ -6,8 +6,8 @@
 
 GSD_OPS(CPU, m) {
   using namespace gsd;
-  Op<prepare_ngram_insert, run_sequences<NgramInsertCall>>::add(m, "ngram_insert");
-  Op<prepare_ngram_lookup, run_sequences<NgramLookupCall>>::add(m, "ngram_lookup");
-  Op<prepare_perturb, run_in_turn<PerturbCall>>::add(m, "perturb_candidates");
-  Op<prepare_mix, run_sequences<MixCall>>::add(m, "mix_candidates");
+  Op<prepare_ngram<NgramInsertArgs>, &run_sequences>::add(m, "ngram_insert");
+  Op<prepare_ngram<NgramLookupArgs>, &run_sequences>::add(m, "ngram_lookup");
+  Op<prepare_perturb, &run_in_turn>::add(m, "perturb_candidates");
+  Op<prepare_mix, &run_sequences>::add(m, "mix_candidates");
 }

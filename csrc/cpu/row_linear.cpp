@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "../torch_ops/op.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/weights.h"
 #include "lines.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../algorithms/select_rows.h"
-#include "../torch_ops/flatten.h"
+#include "../torch_ops/graph_ops.h"
 #include "../torch_ops/registration.h"
 
 namespace gsd {
@@ -20,7 +20,7 @@ void copy_first(const std::vector<T>& from, int64_t batch, int64_t rows, T* to, 
 void select_rows(Arguments& in) {
   const FlattenSizes sizes = flatten_sizes(in);
   const EdgeSizes edges{in.size('B'), in.size('N'), in.size('K'), 0};
-  const EdgeGraph graph = in.fill<EdgeGraph, 5>();
+  const EdgeGraph graph = in.fill<EdgeGraph>();
   const double* const weights = in.next();
   const double* const seconds = in.next();
   STD_TORCH_CHECK(!in.has("seconds") || in['S'] > 0, "seconds: expected those of one row at least");
@@ -29,12 +29,13 @@ void select_rows(Arguments& in) {
   std::vector<int32_t> tokens(batch * max_rows), parents(batch * max_rows), row_depths(batch * max_rows),
       masks(batch * max_rows * words), nodes(batch * max_rows), num_rows(batch);
   std::vector<uint64_t> arena((FlattenArena::bytes(sizes) + 7) / 8);
-  const FlattenArgs args{graph.token_ids, graph.targets, predicted.data(), tokens.data(), parents.data(),
-                         row_depths.data(), masks.data(), nodes.data(), scores.data(), num_rows.data()};
   for (int64_t b = 0; b < batch; b++) {
     predict_edges(graph, edges, weights, b, predicted.data());
+    const int64_t node = b * sizes.capacity, edge = node * sizes.branch, row = b * max_rows;
+    const FlattenArgs args{&graph.token_ids[node], &graph.targets[edge], &predicted[edge], &tokens[row], &parents[row],
+                           &row_depths[row], &masks[row * words], &nodes[row], &scores[row], &num_rows[b]};
     SerialGroup group;
-    flatten_graph(group, args.at(sizes, b), sizes, reinterpret_cast<char*>(arena.data()));
+    flatten_graph(group, args, sizes, reinterpret_cast<char*>(arena.data()));
   }
   int count = batch > 0 ? *std::max_element(num_rows.begin(), num_rows.end()) : 1;
   if (seconds != nullptr) {
@@ -61,7 +62,7 @@ void update_edge_model(Arguments& in) {
   STD_TORCH_CHECK(process_noise >= 0.0 && std::isfinite(process_noise),
                   "process_noise: expected a finite number of at least 0");
   const EdgeSizes sizes{in.size('B'), in.size('N'), in.size('K'), in.size('P')};
-  const EdgeGraph graph = in.fill<EdgeGraph, 5>();
+  const EdgeGraph graph = in.fill<EdgeGraph>();
   const int32_t *nodes = in.next(), *picked = in.next();
   const double *weights = in.next(), *covariance = in.next(), *prior = in.next();
   const LogisticPosterior posterior{in.next(), in.next(), prior};

@@ -10,11 +10,17 @@ namespace {
 
 constexpr int kMaxThreads = 128;
 
+// Columns of all heads.
+template <class Vector>
+GSD_HD int items_of(const CommitArgs& a) {
+  return static_cast<int>(a.shape.heads * (a.shape.row_bytes / static_cast<int64_t>(sizeof(Vector))));
+}
+
 template <class Vector>
 __global__ void __launch_bounds__(kMaxThreads) commit_kernel(const __grid_constant__ CommitArgs a) {
   extern __shared__ __align__(16) char memory[];
   const int item = blockIdx.x * blockDim.x + threadIdx.x;
-  if (item >= a.heads * (a.row_bytes / static_cast<int>(sizeof(Vector)))) return;
+  if (item >= items_of<Vector>(a)) return;
   commit_column(a, a.caches[blockIdx.y], blockIdx.z, item, reinterpret_cast<Vector*>(memory) + threadIdx.x,
                 static_cast<int>(blockDim.x));
 }
@@ -26,7 +32,7 @@ __global__ void advance_kernel(int32_t* kv_len, const int32_t* num_accepted, int
 
 template <class Vector>
 int launch_columns(const CommitArgs& args, int64_t batch, void* stream) {
-  const int items = args.heads * (args.row_bytes / static_cast<int>(sizeof(Vector)));
+  const int items = items_of<Vector>(args);
   int threads = kMaxThreads;
   const auto bytes = [&] { return static_cast<size_t>(threads) * args.path * sizeof(Vector); };
   while (threads > 32 && (bytes() > kWithoutOptIn || threads / 2 >= items)) threads /= 2;
@@ -40,10 +46,9 @@ int launch_columns(const CommitArgs& args, int64_t batch, void* stream) {
 }  // namespace
 
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream) {
-  if (batch == 0 || args.num_caches == 0 || args.path == 0 || args.heads == 0 || args.row_bytes == 0) {
-    return cudaSuccess;
-  }
-  uint64_t offsets = static_cast<uint64_t>(args.batch_stride | args.head_stride | args.slot_stride | args.row_bytes);
+  const CacheShape& s = args.shape;
+  if (batch == 0 || args.num_caches == 0 || args.path == 0 || s.heads == 0 || s.row_bytes == 0) return cudaSuccess;
+  uint64_t offsets = static_cast<uint64_t>(s.batch_stride | s.head_stride | s.slot_stride | s.row_bytes);
   for (int i = 0; i < args.num_caches; i++) offsets |= reinterpret_cast<uint64_t>(args.caches[i]);
   if (offsets % 16 == 0) return launch_columns<uint4>(args, batch, stream);
   if (offsets % 4 == 0) return launch_columns<uint32_t>(args, batch, stream);

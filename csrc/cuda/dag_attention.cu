@@ -1,6 +1,7 @@
 // dag_attention: one launch for all splits, one that combines them.
 #include <cuda_runtime.h>
 
+#include "choose.h"
 #include "launch.h"
 #include "warp_machine.h"
 
@@ -8,11 +9,6 @@ namespace gsd {
 namespace {
 
 constexpr int kCombineWarps = 4;
-constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the other ops build there
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define GSD_HAS_MMA
-#endif
 
 // Blocks of query rows vary fastest: those of one head run together and find its keys and values in the second-level
 // cache.
@@ -53,24 +49,6 @@ int launch(const AttentionArgs& args, const AttentionSizes& sizes, void* stream)
   return cudaGetLastError();
 }
 
-template <class Element, int kHeadDim>
-int launch_rows(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
-  switch (attention_block_rows(sizes.query_rows())) {
-    case 16:
-      return launch<Element, kHeadDim, 1>(args, sizes, stream);
-    case 32:
-      return launch<Element, kHeadDim, 2>(args, sizes, stream);
-    default:
-      return launch<Element, kHeadDim, 4>(args, sizes, stream);
-  }
-}
-
-template <class Element>
-int launch_dims(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
-  return sizes.head_dim == 64 ? launch_rows<Element, 64>(args, sizes, stream)
-                              : launch_rows<Element, 128>(args, sizes, stream);
-}
-
 }  // namespace
 
 int plan_attention(AttentionSizes* sizes) {
@@ -87,7 +65,13 @@ int plan_attention(AttentionSizes* sizes) {
 
 int launch_attention(const AttentionArgs& args, const AttentionSizes& sizes, bool bfloat16, void* stream) {
   if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;
-  return bfloat16 ? launch_dims<Bfloat16>(args, sizes, stream) : launch_dims<Half>(args, sizes, stream);
+  return with_type(bfloat16, [&](auto type) {
+    return with_size<64, 128>(sizes.head_dim, [&](auto dim) {
+      return with_size<16, 32, 64>(attention_block_rows(sizes.query_rows()), [&](auto rows) {
+        return launch<decltype(type), decltype(dim)::value, decltype(rows)::value / 16>(args, sizes, stream);
+      });
+    });
+  });
 }
 
 }  // namespace gsd

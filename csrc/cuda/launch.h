@@ -19,7 +19,7 @@ namespace gsd {
 
 // The work of a group on each of `batch` sequences, by a thread block each, in one launch.
 template <class Args, class Sizes>
-int launch_sequences(const Args& first, const Sizes& sizes, int64_t batch, void* stream);
+int launch_sequences(const Each<Args>& all, const Sizes& sizes, int64_t batch, void* stream);
 
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
 int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, int path, void* stream);

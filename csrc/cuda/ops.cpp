@@ -1,16 +1,12 @@
 // The CUDA ops: tensors checked and unpacked, kernels launched on torch's current stream. Compiled by the C++ compiler;
 // no CUDA header is needed.
-#include "../torch_ops/commit_kv.h"
 #include "../torch_ops/dag_attention.h"
-#include "../torch_ops/flatten.h"
-#include "../torch_ops/learn.h"
-#include "../torch_ops/merge.h"
+#include "../torch_ops/graph_ops.h"
+#include "../torch_ops/history.h"
 #include "../torch_ops/ngram.h"
-#include "../torch_ops/recall_levels.h"
 #include "../torch_ops/registration.h"
 #include "../torch_ops/sampling.h"
 #include "../torch_ops/step.h"
-#include "../torch_ops/verify.h"
 #include "glue.h"
 
 namespace gsd {
@@ -18,30 +14,15 @@ namespace {
 
 constexpr int kNodesOfBlock = 12;  // of a level of recall_levels, in what shared memory a block has without asking
 
-bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
-  return a.batch_stride == b.batch_stride && a.head_stride == b.head_stride && a.slot_stride == b.slot_stride &&
-         a.heads == b.heads && a.slots == b.slots && a.row_bytes == b.row_bytes;
-}
-
 int launch_commits(const CommitCall& call, void* stream) {
   std::vector<CacheTensor> waiting = call.caches;
-  // One launch for each geometry: one in all for models whose layers are alike.
+  // One launch for each shape: one in all for models whose layers are alike.
   while (!waiting.empty()) {
-    const CacheTensor like = waiting.front();
-    CommitArgs args{};
-    args.heads = static_cast<int>(like.heads);
-    args.row_bytes = static_cast<int>(like.row_bytes);
-    args.slots = static_cast<int>(like.slots);
-    args.path = narrow(call.path);
-    args.batch_stride = like.batch_stride;
-    args.head_stride = like.head_stride;
-    args.slot_stride = like.slot_stride;
-    args.accepted_rows = call.accepted_rows;
-    args.num_accepted = call.num_accepted;
-    args.kv_len = call.kv_len;
+    CommitArgs args{{}, 0, narrow(call.path), waiting.front(), call.accepted_rows, call.num_accepted, call.kv_len};
     std::vector<CacheTensor> later;
     for (const CacheTensor& cache : waiting) {
-      if (args.num_caches < kMaxCaches && same_geometry(cache, like)) {
+      const CacheShape& shape = cache;
+      if (args.num_caches < kMaxCaches && memcmp(&shape, &args.shape, sizeof shape) == 0) {
         args.caches[args.num_caches++] = cache.data;
       } else {
         later.push_back(cache);
@@ -97,8 +78,8 @@ GSD_OPS(CUDA, m) {
   LaunchedOp<with_scores<prepare_sample>, launch_picks>::add(m, "sample_rows");
   LaunchedOp<with_scores<prepare_draft>, launch_picks>::add(m, "draft_candidates");
   LaunchedOp<prepare_log_probs, launch_picks>::add(m, "warped_log_probs");
-  LaunchedOp<prepare_ngram_insert>::add(m, "ngram_insert");
-  LaunchedOp<prepare_ngram_lookup>::add(m, "ngram_lookup");
+  LaunchedOp<prepare_ngram<NgramInsertArgs>>::add(m, "ngram_insert");
+  LaunchedOp<prepare_ngram<NgramLookupArgs>>::add(m, "ngram_lookup");
   LaunchedOp<prepare_perturb>::add(m, "perturb_candidates");
   LaunchedOp<prepare_mix>::add(m, "mix_candidates");
   LaunchedOp<prepare_history>::add(m, "history_recall");

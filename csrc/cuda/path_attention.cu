@@ -2,15 +2,11 @@
 #include "path_attention.h"
 
 #include "../algorithms/path_end.h"
+#include "choose.h"
 #include "rows_launch.h"
-#include "warp_machine.h"
 
 namespace gsd {
 namespace {
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define GSD_HAS_MMA
-#endif
 
 // Blocks of rows vary fastest, as in attention_split_kernel. The longest splits are the last ones and begin first. Blocks
 // of four warps and small heads are told that three share a multiprocessor: for a fourth one 8.6 and 8.9 would spill.
@@ -65,17 +61,15 @@ int launch_both(const PathAttentionArgs& args, const PathAttentionSizes& sizes, 
   return launch_with(End::kArenaBytes, path_end_kernel<Element, kHeadDim>, grid, End::kThreads, how, args, sizes);
 }
 
-template <class Element>
-int launch_dims(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
-  return sizes.head_dim == 64 ? launch_both<Element, 64>(args, sizes, how)
-                              : launch_both<Element, 128>(args, sizes, how);
-}
-
 }  // namespace
 
 int launch_rows(const PathAttentionArgs& args, const PathAttentionSizes& sizes, const RowsLaunch& how) {
   if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;
-  return how.bfloat16 ? launch_dims<Bfloat16>(args, sizes, how) : launch_dims<Half>(args, sizes, how);
+  return with_type(how.bfloat16, [&](auto type) {
+    return with_size<64, 128>(sizes.head_dim, [&](auto dim) {
+      return launch_both<decltype(type), decltype(dim)::value>(args, sizes, how);
+    });
+  });
 }
 
 }  // namespace gsd

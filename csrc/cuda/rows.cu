@@ -1,17 +1,13 @@
 // The forward of rows but for its attention: one kernel each for the embedding, a norm, a product (GEMM by mma.sync with
 // split-K), the turning of heads (RoPE). Launches may begin early (programmatic dependent launch).
 #include "../algorithms/rows_product.h"
+#include "choose.h"
 #include "rows_launch.h"
-#include "warp_machine.h"
 
 namespace gsd {
 namespace {
 
 constexpr int kTurnWarps = 4;
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define GSD_HAS_MMA
-#endif
 
 // Blocks of rows vary fastest: they run together and find each other's weights in the second-level cache. The bounds say how
 // many blocks registers leave a multiprocessor; shared memory leaves as many on 8.0, 9.0 and 10.0, and two on 8.6, 8.9 and
@@ -85,32 +81,18 @@ int launch_blocks(const RowsProduct& args, const RowsLaunch& how) {
                      how, args, cut);
 }
 
-// Matrices that are packed, and dense ones beside them, have blocks of their own.
-template <class Element, int kRows>
-int launch_tiles(const RowsProduct& args, const RowsLaunch& how) {
-  return args.packed() ? launch_blocks<Element, kTileOutputs, kRows, true>(args, how)
-                       : launch_blocks<Element, kTileOutputs, kRows>(args, how);
-}
-
 template <class Element>
 int launch_product(const RowsProduct& args, const RowsLaunch& how) {
-  const int rows = args.tile_rows();
   if (args.tile_outputs() == kWideOutputs) {  // of few rows for heads of as many
-    return rows == 32 ? launch_blocks<Element, kWideOutputs, 32>(args, how)
-                      : launch_blocks<Element, kWideOutputs, kMostTileRows>(args, how);
+    return with_size<32, kMostTileRows>(args.tile_rows(), [&](auto rows) {
+      return launch_blocks<Element, kWideOutputs, decltype(rows)::value>(args, how);
+    });
   }
-  return rows == 16   ? launch_tiles<Element, 16>(args, how)
-         : rows == 32 ? launch_tiles<Element, 32>(args, how)
-                      : launch_tiles<Element, kMostTileRows>(args, how);
-}
-
-template <class Element>
-int launch_turn(const RowsTurn& args, const RowsLaunch& how) {
-  const int heads = args.heads + 2 * args.kv_heads;
-  const dim3 blocks(static_cast<unsigned>(args.batch * args.rows),
-                    static_cast<unsigned>((heads + kTurnWarps - 1) / kTurnWarps));
-  return args.head_dim == 64 ? launch(rows_turn_kernel<Element, 64>, blocks, kLanes * kTurnWarps, how, args)
-                             : launch(rows_turn_kernel<Element, 128>, blocks, kLanes * kTurnWarps, how, args);
+  return with_size<16, 32, kMostTileRows>(args.tile_rows(), [&](auto rows) {
+    // Matrices that are packed, and dense ones beside them, have blocks of their own.
+    return args.packed() ? launch_blocks<Element, kTileOutputs, decltype(rows)::value, true>(args, how)
+                         : launch_blocks<Element, kTileOutputs, decltype(rows)::value>(args, how);
+  });
 }
 
 }  // namespace
@@ -140,7 +122,14 @@ int launch_rows(const RowsProduct& args, const RowsLaunch& how) {
 
 int launch_rows(const RowsTurn& args, const RowsLaunch& how) {
   if (args.batch * args.rows == 0) return cudaSuccess;
-  return how.bfloat16 ? launch_turn<Bfloat16>(args, how) : launch_turn<Half>(args, how);
+  const int heads = args.heads + 2 * args.kv_heads;
+  const dim3 blocks(static_cast<unsigned>(args.batch * args.rows),
+                    static_cast<unsigned>((heads + kTurnWarps - 1) / kTurnWarps));
+  return with_type(how.bfloat16, [&](auto type) {
+    return with_size<64, 128>(args.head_dim, [&](auto dim) {
+      return launch(rows_turn_kernel<decltype(type), decltype(dim)::value>, blocks, kLanes * kTurnWarps, how, args);
+    });
+  });
 }
 
 }  // namespace gsd

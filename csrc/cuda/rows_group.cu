@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 
+#include "choose.h"
 #include "errors.h"
 #include "kernel_facts.h"
 #include "rows.h"
@@ -149,22 +150,14 @@ int take(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
   return taken ? launch<Element, kRows>(args, how, facts, taken) : error;
 }
 
-template <class Element>
-int take(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
-  switch (args.group_rows()) {
-    case 64:
-      return take<Element, 64>(args, how, taken);
-    case 128:
-      return take<Element, 128>(args, how, taken);
-    default:
-      return take<Element, 256>(args, how, taken);
-  }
-}
-
 }  // namespace
 
 int launch_rows_group(const RowsProduct& args, const RowsLaunch& how, bool& taken) {
-  return how.bfloat16 ? take<Bfloat16>(args, how, taken) : take<Half>(args, how, taken);
+  return with_type(how.bfloat16, [&](auto type) {
+    return with_size<64, 128, 256>(args.group_rows(), [&](auto rows) {
+      return take<decltype(type), decltype(rows)::value>(args, how, taken);
+    });
+  });
 }
 
 }  // namespace gsd

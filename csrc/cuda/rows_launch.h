@@ -5,10 +5,10 @@
 
 #include "kernel_facts.h"
 #include "rows.h"
+#include "warp_machine.h"
 
 namespace gsd {
 
-constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the others build there
 constexpr int kOverlappingCode = 90;  // the oldest architecture for which kernels are compiled with their wait
 
 // Makes a kernel ready on a device: the shared memory that it needs is allowed. `waits`: whether it was compiled with

@@ -39,10 +39,14 @@ class RowsTensors {
 
   // Null where an optional tensor is empty.
   const uint16_t* vector(const char* name, const Tensor& t, int64_t size, bool optional = false) const {
-    if (optional && t.numel() == 0) return nullptr;
-    STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size && t.is_contiguous(), name, ": expected [", size,
-                    "], contiguous");
-    return halves(name, t);
+    return has_vector(name, t, size, optional) ? halves(name, t) : nullptr;
+  }
+
+  RowsMatrix projection(const char* name, size_t number, const Tensor& t, const Tensor& bias, int64_t outputs,
+                        int64_t inputs) const {
+    RowsMatrix m = matrix(name, number, t, outputs, inputs);
+    m.bias = vector((std::string(name) + " bias").c_str(), bias, outputs, true);
+    return m;
   }
 
   uint16_t* cache(const char* name, const Tensor& t, const RowsDecoder& d, int64_t& batch, int64_t& head,
@@ -124,32 +128,6 @@ inline int rows_setting(const char* name, int forced, int otherwise, int most = 
   return forced < 0 ? said : forced;
 }
 
-// `t`: tensors of layer l in the order of LayerWeights.tensors.
-inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d, bool paired) {
-  const int64_t q_size = int64_t{d.heads} * d.head_dim, kv_size = int64_t{d.kv_heads} * d.head_dim;
-  const auto projection = [&](const char* name, size_t at, int64_t outputs, int64_t inputs) {
-    const size_t among = at < 5 ? at - 1 : at - 2;  // the layer's matrices; q, k, v, o: 1 … 4; gate, up, down: 6 … 8
-    RowsMatrix m = of.matrix(name, kMatricesBefore + kMatricesPerLayer * l + among, t[at], outputs, inputs);
-    m.bias = of.vector((std::string(name) + " bias").c_str(), t[kFirstBias + among], outputs, true);
-    return m;
-  };
-  RowsLayer layer{};
-  layer.paired = paired;
-  const int64_t read = paired ? 2 * d.hidden : d.hidden;
-  layer.input_norm = of.vector("input norm", t[0], d.hidden);
-  layer.second_norm = of.vector("second norm", t[5], d.hidden);
-  layer.q_norm = of.vector("q norm", t[16], d.head_dim, true);
-  layer.k_norm = of.vector("k norm", t[17], d.head_dim, true);
-  layer.q = projection("q", 1, q_size, read);
-  layer.k = projection("k", 2, kv_size, read);
-  layer.v = projection("v", 3, kv_size, read);
-  layer.o = projection("o", 4, d.hidden, q_size);
-  layer.gate = projection("gate", 6, d.inner, d.hidden);
-  layer.up = projection("up", 7, d.inner, d.hidden);
-  layer.down = projection("down", 8, d.hidden, d.inner);
-  return layer;
-}
-
 // Sizes that kernels count in 32 bits.
 inline int rows_size(const char* name, int64_t size, int64_t most = int64_t{1} << 30) {
   STD_TORCH_CHECK(size >= 0 && size < most, name, ": ", size, " is too large");
@@ -201,8 +179,11 @@ struct RowsCall {
     const RowsTensors of(final_norm.scalar_type(), in.numbers("kinds"), in.list("scales"));
     d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", in['V']), d.hidden);
     for (size_t l = 0; l < depth; l++) {
-      d.layers.push_back(rows_layer(of, in.list("layers").data() + l * kTensorsPerLayer, l, d, paired && l == 0));
+      const bool both = paired && l == 0;
+      d.layers.push_back(layer_of<RowsLayer>(of, in.list("layers").data() + l * kTensorsPerLayer, l, d,
+                                             (both ? 2 : 1) * d.hidden));
       RowsLayer& layer = d.layers.back();
+      layer.paired = both;
       layer.keys = of.cache("k_caches", in.list("k_caches")[l], d, layer.k_batch, layer.k_head, layer.k_slot);
       layer.values = of.cache("v_caches", in.list("v_caches")[l], d, layer.v_batch, layer.v_head, layer.v_slot);
       constexpr int64_t kNarrow = 1 << 30;  // wider ones hide nothing
@@ -275,8 +256,7 @@ inline RowsCall feature_call(Arguments& in) {
   d.pair.feature_first = given.feature_first, d.pair.normed_residual = given.normed_residual;
   d.pair.rows = d.batch * d.rows, d.pair.hidden = d.hidden, d.pair.eps = d.eps;
   if (given.projects()) {
-    d.projection = of.matrix("projection", 0, given.projection[0], d.hidden, 2 * d.hidden);
-    d.projection.bias = of.vector("projection bias", given.projection[2], d.hidden, true);
+    d.projection = of.projection("projection", 0, given.projection[0], given.projection[2], d.hidden, 2 * d.hidden);
   }
   return call;
 }

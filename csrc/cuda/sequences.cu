@@ -19,32 +19,34 @@ template <>
 constexpr int kBlocksOf<HistoryRecall> = 10;
 template <>
 constexpr int kBlocksOf<LevelsArgs> = 4;
+template <>
+constexpr int kBlocksOf<StartArgs> = 4;
 
 template <class Args, class Sizes>
 __global__ void __launch_bounds__(kThreadsOf<Args>, kBlocksOf<Args>)
-    sequence_kernel(const __grid_constant__ Args first, const __grid_constant__ Sizes sizes) {
+    sequence_kernel(const __grid_constant__ Each<Args> all, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(16) char arena[];
   CudaBlock group;
-  GroupWork<Args>::run(group, first.at(sizes, blockIdx.x), sizes, arena);
+  GroupWork<Args>::run(group, all, sizes, static_cast<int>(blockIdx.x), arena);
 }
 
 template <class Args, class Sizes>
-int launch_sequences(const Args& first, const Sizes& sizes, int64_t batch, void* stream) {
+int launch_sequences(const Each<Args>& all, const Sizes& sizes, int64_t batch, void* stream) {
   if (batch == 0) return cudaSuccess;
   // As many threads as there are items, in whole warps: a barrier costs less in a small block. One warp without items.
-  const int threads = min_int(kThreadsOf<Args>, (max_int(items_of(first, sizes), 1) + 31) / 32 * 32);
+  const int threads = min_int(kThreadsOf<Args>, (max_int(items_of(all, sizes), 1) + 31) / 32 * 32);
   const size_t arena = GroupWork<Args>::bytes(sizes);
   const auto kernel = sequence_kernel<Args, Sizes>;
   const int allowed = allow_memory(reinterpret_cast<const void*>(kernel), arena);
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<static_cast<unsigned>(batch), threads, arena, static_cast<cudaStream_t>(stream)>>>(first, sizes);
+  kernel<<<static_cast<unsigned>(batch), threads, arena, static_cast<cudaStream_t>(stream)>>>(all, sizes);
   return cudaGetLastError();
 }
 
 // `items`: how many the threads of a block share.
-#define GSD_LAUNCH(Args, Sizes, items)                                          \
-  static int items_of([[maybe_unused]] const Args& a, [[maybe_unused]] const Sizes& s) { return items; } \
-  template int launch_sequences(const Args&, const Sizes&, int64_t, void*);
+#define GSD_LAUNCH(Args, Sizes, items)                                                       \
+  static int items_of(const Each<Args>&, [[maybe_unused]] const Sizes& s) { return items; } \
+  template int launch_sequences(const Each<Args>&, const Sizes&, int64_t, void*);
 
 GSD_LAUNCH(MergeArgs, MergeSizes, max_int(s.candidates(), s.capacity / 2))  // a candidate or half a pair of sorted nodes
 GSD_LAUNCH(FlattenArgs, FlattenSizes, s.rows * s.branch)
@@ -53,8 +55,8 @@ GSD_LAUNCH(NgramInsertArgs, NgramSizes, s.chunk_entries())
 GSD_LAUNCH(NgramLookupArgs, NgramSizes, s.rows)
 GSD_LAUNCH(PerturbArgs, PerturbSizes, s.rows)
 GSD_LAUNCH(MixArgs, MixSizes, s.candidates())
-GSD_LAUNCH(HistoryRecall, NgramSizes, 96)  // lists and their votes in two warps, in the third what takes long
-GSD_LAUNCH(FollowArgs, NgramSizes, max_int(s.lengths == 0 ? 0 : s.chunk_entries(), min_int(a.given, kAppended)))
+GSD_LAUNCH(HistoryRecall, HistorySizes, 96)  // lists and their votes in two warps, in the third what takes long
+GSD_LAUNCH(FollowArgs, FollowSizes, max_int(s.lengths == 0 ? 0 : s.chunk_entries(), min_int(s.given, kAppended)))
 GSD_LAUNCH(LevelsArgs, LevelSizes, kBlockThreads)
 GSD_LAUNCH(LearnArgs, LearnSizes, max_int(s.nodes(), s.entries))
 GSD_LAUNCH(StartArgs, StartSizes, s.nodes)

@@ -3,7 +3,13 @@
 
 #include "../algorithms/elements.h"
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define GSD_HAS_MMA
+#endif
+
 namespace gsd {
+
+constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the other ops build there
 
 struct CudaMachine {
   char* memory;    // shared memory

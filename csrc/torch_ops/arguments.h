@@ -21,6 +21,7 @@
 #include <string>
 #include <type_traits>
 
+#include "../algorithms/group.h"
 #include "common.h"
 
 namespace gsd {
@@ -179,13 +180,20 @@ class Arguments {
     STD_TORCH_CHECK(alike, names, ": expected all or none");
   }
 
-  // A tensor's memory, of the type that is asked for, any for void; null where it is absent.
+  // A tensor's memory, of the type that is asked for, any for void; null where it is absent. `step` is told how many bytes
+  // lie from the elements of one `unit` to those of the next.
   struct Memory {
     Arguments* arguments;
     size_t place;
+    const char* unit = "";
+    int32_t* step = nullptr;
     template <class T>
     operator T*() const {
-      return arguments->pick<T>(place);
+      T* const memory = arguments->pick<T>(place);
+      if constexpr (!std::is_void_v<T>) {
+        if (step != nullptr && memory != nullptr) *step = arguments->step(place, unit, sizeof(T));
+      }
+      return memory;
     }
   };
   Memory at(const char* name) { return {this, place(name)}; }
@@ -208,10 +216,15 @@ class Arguments {
     return static_cast<T*>(scratch_.back().mutable_data_ptr());
   }
 
-  // A struct that begins with `count` pointers, in the line's order.
-  template <class Struct, size_t count>
+  // A struct of pointers, in the line's order, for each of `unit`: the letters of sizes that come first.
+  template <class Struct>
+  Each<Struct> each(const char* unit = "B") {
+    return each<Struct>(unit, std::make_index_sequence<Each<Struct>::kPointers>());
+  }
+  // The first of them.
+  template <class Struct>
   Struct fill() {
-    return fill<Struct>(std::make_index_sequence<count>());
+    return each<Struct>().first;
   }
 
   void give(StableIValue* stack) const {
@@ -305,9 +318,26 @@ class Arguments {
     }
   }
 
+  // Bytes of one unit, of elements of so many; 0 where all share them.
+  int32_t step(size_t place, const char* unit, int64_t bytes) const {
+    const Line::Entry& entry = line_.entries[place];
+    for (const Line::Size& size : entry.sizes) {
+      if (*unit == '\0') {
+        bytes *= of(size);
+      } else if (size.letter != *unit++) {
+        return 0;
+      }
+    }
+    if (*unit != '\0') return 0;
+    STD_TORCH_CHECK(bytes <= INT32_MAX || (*this)['B'] <= 1, entry.name, ": expected less than 2 GiB a sequence, got ", bytes);
+    return static_cast<int32_t>(bytes);
+  }
+
   template <class Struct, size_t... i>
-  Struct fill(std::index_sequence<i...>) {
-    return {(static_cast<void>(i), next())...};
+  Each<Struct> each(const char* unit, std::index_sequence<i...>) {
+    Each<Struct> all{};
+    all.first = Struct{Memory{this, next_++, unit, &all.steps[i]}...};
+    return all;
   }
 
   const Line& line_;

@@ -6,7 +6,11 @@
 
 namespace gsd {
 
-using CorpusCall = Call<CorpusSizes, CorpusArgs>;
+struct CorpusCall {
+  CorpusSizes sizes;
+  CorpusArgs args;
+  int64_t batch;
+};
 
 inline CorpusCall prepare_corpus(Arguments& in) {
   constexpr int64_t kMost = 1 << 30;

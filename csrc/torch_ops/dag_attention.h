@@ -39,17 +39,8 @@ inline AttentionCall prepare_attention(Arguments& in) {
                   "dag_attention: a batch of ", batch, " with ", heads, " heads, ", rows, " rows, ", in['S'],
                   " positions and ", words, " mask words is too large");
 
-  AttentionCall call{};
-  call.bfloat16 = dtype == ScalarType::BFloat16;
-  AttentionSizes& s = call.sizes;
-  s.batch = narrow(batch);
-  s.kv_heads = narrow(kv_heads);
-  s.group = narrow(heads / kv_heads);
-  s.rows = narrow(rows);
-  s.head_dim = in.size('D');
-  s.words = narrow(words);
-  s.capacity = in.size('S');
-
+  const AttentionSizes sizes{in.size('B'), in.size('G'), narrow(heads / kv_heads), in.size('R'), in.size('D'), in.size('W'), in.size('S'), 0, 0, 0};
+  AttentionCall call{sizes, {}, dtype == ScalarType::BFloat16};
   AttentionArgs& a = call.args;
   a.q = aligned_rows("q", q, dtype), a.k = aligned_rows("k", k, dtype), a.v = aligned_rows("v", v, dtype);
   a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_row = q.stride(2);

@@ -29,6 +29,38 @@ inline size_t check_decoder(const Arguments& in) {
   return depth;
 }
 
+// Of one layer what both devices read alike. `t`: its tensors; of.vector and of.projection check and unpack one, the latter a
+// matrix, by its place in DecoderWeights.matrices, with its bias. `read`: inputs of q, k and v.
+template <class Layer, class Of, class Sizes>
+Layer layer_of(const Of& of, const Tensor* t, size_t number, const Sizes& s, int64_t read) {
+  const int64_t q_size = int64_t{s.heads} * s.head_dim, kv_size = int64_t{s.kv_heads} * s.head_dim;
+  const auto projection = [&](const char* name, size_t at, int64_t outputs, int64_t inputs) {
+    const size_t among = at < 5 ? at - 1 : at - 2;  // q, k, v, o: 1 … 4; gate, up, down: 6 … 8
+    return of.projection(name, kMatricesBefore + kMatricesPerLayer * number + among, t[at], t[kFirstBias + among],
+                         outputs, inputs);
+  };
+  Layer layer{};
+  layer.input_norm = of.vector("input norm", t[0], s.hidden);
+  layer.second_norm = of.vector("second norm", t[5], s.hidden);
+  layer.q_norm = of.vector("q norm", t[16], s.head_dim, true);
+  layer.k_norm = of.vector("k norm", t[17], s.head_dim, true);
+  layer.q = projection("q", 1, q_size, read);
+  layer.k = projection("k", 2, kv_size, read);
+  layer.v = projection("v", 3, kv_size, read);
+  layer.o = projection("o", 4, s.hidden, q_size);
+  layer.gate = projection("gate", 6, s.inner, s.hidden);
+  layer.up = projection("up", 7, s.inner, s.hidden);
+  layer.down = projection("down", 8, s.hidden, s.inner);
+  return layer;
+}
+
+// Whether there is such a vector: an optional one may be empty.
+inline bool has_vector(const char* name, const Tensor& t, int64_t size, bool optional) {
+  if (optional && t.numel() == 0) return false;
+  STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size && t.is_contiguous(), name, ": expected [", size, "], contiguous");
+  return true;
+}
+
 // Of feature_rows beside them. Without a norm layers store keys and values of features alone.
 struct FeatureInputs {
   explicit FeatureInputs(const Arguments& in)

@@ -6,10 +6,7 @@
 
 namespace gsd {
 
-
 constexpr int64_t kMostEntries = 1 << 30;
-
-inline NgramTable table_of(Arguments& in) { return {in.next(), in.next(), in.next()}; }
 
 // `capacity` entries of `branch` continuations each, in sets of `ways`; `rows` contexts of `context` tokens.
 inline NgramSizes ngram_sizes(int64_t capacity, int64_t ways, int64_t branch, int64_t rows, int64_t context,
@@ -30,28 +27,17 @@ inline NgramSizes ngram_sizes(const Arguments& in) {
   return ngram_sizes(in['C'], in['w'], in['T'], in['R'], in['X'], in['m']);
 }
 
-using NgramInsertCall = Call<NgramSizes, NgramInsertArgs>;
-
-inline NgramInsertCall prepare_ngram_insert(Arguments& in) {
-  const NgramInsertArgs args{table_of(in), in.next(), in.next(), in.next(), in.next(), {}};
-  return {ngram_sizes(in), args, in['B']};
+template <class Args>
+auto prepare_ngram(Arguments& in) {
+  return Call{ngram_sizes(in), in.each<Args>(), in['B']};
 }
 
-using NgramLookupCall = Call<NgramSizes, NgramLookupArgs>;
-
-inline NgramLookupCall prepare_ngram_lookup(Arguments& in) {
-  return {ngram_sizes(in), in.fill<NgramLookupArgs, 7>(), in['B']};
+inline auto prepare_perturb(Arguments& in) {
+  return Call{PerturbSizes{in.size('R'), in.size('K')}, in.each<PerturbArgs>(), in['B']};
 }
 
-using PerturbCall = Call<PerturbSizes, PerturbArgs>;
-
-inline PerturbCall prepare_perturb(Arguments& in) {
-  return {{in.size('R'), in.size('K')}, in.fill<PerturbArgs, 6>(), in['B']};
-}
-
-using MixCall = Call<MixSizes, MixArgs>;  // a row in place of a sequence
-
-inline MixCall prepare_mix(Arguments& in) {
+// A row in place of a sequence.
+inline auto prepare_mix(Arguments& in) {
   const Tensor& weight = in.tensor("weight");
   const bool table = weight.dim() == 1;
   STD_TORCH_CHECK(table ? weight.size(0) >= 1
@@ -62,7 +48,10 @@ inline MixCall prepare_mix(Arguments& in) {
   STD_TORCH_CHECK(in['K'] + in['O'] <= kMost, "other_tokens: expected at most ", kMost, " candidates in all, got ",
                   in['K'] + in['O']);
   const MixSizes sizes{in.size('K'), in.size('O'), table ? narrow(weight.size(0)) : 0};
-  return {sizes, in.fill<MixArgs, 8>(), in['B'] * in['R']};
+  Call call{sizes, in.each<MixArgs>("BR"), in['B'] * in['R']};
+  constexpr size_t kWeight = offsetof(MixArgs, weight) / sizeof(char*);
+  call.args.steps[kWeight] = table ? 0 : sizeof(float);  // of which the line does not say the shape
+  return call;
 }
 
 }  // namespace gsd

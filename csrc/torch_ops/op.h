@@ -10,9 +10,11 @@ namespace gsd {
 template <class Sizes, class Args>
 struct Call {
   Sizes sizes;
-  Args args;  // of the first sequence
+  Each<Args> args;
   int64_t batch;
 };
+template <class Sizes, class Args>
+Call(Sizes, Each<Args>, int64_t) -> Call<Sizes, Args>;
 
 // An op and its name, by which its line is found.
 template <class Self>
@@ -28,7 +30,7 @@ struct NamedOp {
   inline static const char* name = nullptr;
 };
 
-// Without the others the first one does all.
+// Pointers to what does the work. Without them the first one does all.
 template <auto prepare, auto... perform>
 struct Op : NamedOp<Op<prepare, perform...>> {
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -37,7 +39,7 @@ struct Op : NamedOp<Op<prepare, perform...>> {
       prepare(arguments);
     } else {
       const auto call = prepare(arguments);
-      (perform(call), ...);
+      ((*perform)(call), ...);
     }
     arguments.give(stack);
   }

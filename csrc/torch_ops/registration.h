@@ -2,7 +2,7 @@
 // of this package, each with ops of its own, live in one process, even where they share one file.
 #pragma once
 
-#include "arguments.h"
+#include "op.h"
 
 namespace gsd {
 

@@ -9,19 +9,16 @@ namespace gsd {
 using StartCall = Call<StartSizes, StartArgs>;
 
 inline StartCall prepare_start(Arguments& in) {
-  return {{in.size('N'), in.size('K'), in.size('L'), in.size('S')}, in.fill<StartArgs, 15>(), in['B']};
+  return {{in.size('N'), in.size('K'), in.size('L'), in.size('S')}, in.each<StartArgs>(), in['B']};
 }
 
 template <class Integer>
-using FeedCall = Call<FeedSizes, FeedArgs<Integer>>;
-
-template <class Integer>
-FeedCall<Integer> prepare_feed(Arguments& in) {
+auto prepare_feed(Arguments& in) {
   const int64_t last = in['f'] + in['R'];
   STD_TORCH_CHECK(!in.has("node_depths") || (!in.has("slots") && in['f'] >= 0 && last <= in['N']),
                   "node_depths: expected at least ", last, " nodes, got ", in['N']);
   const FeedSizes sizes{in.size('R'), in.size('N'), in.size('f'), in.size('s'), in.size('v')};
-  return {sizes, in.fill<FeedArgs<Integer>, 11>(), in['B']};
+  return Call{sizes, in.each<FeedArgs<Integer>>(), in['B']};
 }
 
 // Of two ops, the one of 64-bit integers or that of 32-bit ones, as `wide` says.
@@ -40,14 +37,12 @@ using ChainCall = Call<ChainSizes, ChainArgs>;
 
 inline ChainCall prepare_chain(Arguments& in) {
   STD_TORCH_CHECK(in['E'] >= 1 && in['E'] < (1 << 20), "width: expected at least 1, got ", in['E']);
-  return {{in.size('E'), in.size('S')}, in.fill<ChainArgs, 9>(), in['B']};
+  return {{in.size('E'), in.size('S')}, in.each<ChainArgs>(), in['B']};
 }
 
-using PathCall = Call<PathSizes, PathArgs>;
-
-inline PathCall prepare_path(Arguments& in) {
+inline auto prepare_path(Arguments& in) {
   STD_TORCH_CHECK(in['R'] >= 1, "token_ids: expected at least one row");
-  return {{in.size('P'), in.size('R')}, in.fill<PathArgs, 7>(), in['B']};
+  return Call{PathSizes{in.size('P'), in.size('R')}, in.each<PathArgs>(), in['B']};
 }
 
 using TextCall = Call<TextSizes, TextArgs>;
@@ -55,7 +50,7 @@ using TextCall = Call<TextSizes, TextArgs>;
 inline TextCall prepare_text(Arguments& in) {
   in.together("nodes", 4);
   STD_TORCH_CHECK(in['M'] >= in['P'], "emitted: expected at least ", in['P'], " places, got ", in['M']);
-  return {{in.size('P'), in.size('M'), in.size('S'), in.size('N'), in.size('E')}, in.fill<TextArgs, 15>(), in['B']};
+  return {{in.size('P'), in.size('S'), in.size('N'), in.size('E')}, in.each<TextArgs>(), in['B']};
 }
 
 }  // namespace gsd

@@ -245,8 +245,8 @@ bool memory(Case& c) {
   const auto draw = [&] { return c.made<int32_t>(rows * s.context, [&] { return c.once_in(12) ? -1 : c.id(0, vocab); }); };
   for (int call = 0; call < 2; call++) {
     const NgramInsertArgs args{table, draw(), c.ids(rows * s.branch, 0, 1 << 30), c.scores(rows * s.branch),
-                               c.flags(rows), {}};
-    const auto insert = [&](auto& group, char* arena) { insert_rows(group, args, s, arena); };
+                               c.flags(rows)};
+    const auto insert = [&](auto& group, char* arena) { insert_rows(group, args, {}, s, arena); };
     if (!c.agrees(NgramArena::bytes(s), insert)) return false;
     if (c.wild) {  // keys of real contexts, some of them twice in a set
       for (int i = 0; i < s.capacity; i++) table.keys[i] = c.once_in(4) ? 0 : ContextKeys().next(c.between(0, 2));
@@ -292,7 +292,7 @@ bool step(Case& c) {
   const bool agreed = c.agrees(0, [&](auto& group, char*) {
     walk_path(group, walked, {kRows, kRows});
     group.sync("between the step's ops");
-    append_text(group, text, {kRows, kRows, kLength, kNodes, 2});
+    append_text(group, text, {kRows, kLength, kNodes, 2});
     group.sync("between the step's ops");
     reset_to_root(group, started, {kNodes, kBranch, kWords, kLength});
     place_rows(group, fed, {kRows, kRows + 3, 2, 1, kVocab});
@@ -307,12 +307,12 @@ bool learning(Case& c) {
   const LearnSizes sizes{kBatch, kPath, kBranch, kLevels, kEntries};
   LearnArgs a{};
   for (LearnLevel* level = a.levels; level < a.levels + kLevels; level++) {
-    level->width = kWidth;
     level->node_ids = c.ids(kAsked, -1, 12);
     level->tokens = c.ids(kAsked * kBranch, 0, 3), level->first_tokens = c.ids(kAsked * kBranch, 0, 3);
     level->log_probs = c.scores(kAsked * kBranch), level->first_log_probs = c.scores(kAsked * kBranch);
     level->index = level == a.levels + 1 ? nullptr : c.ids(kAsked, 0, kEntries - 1);
   }
+  std::fill_n(a.widths, kLevels, kWidth);
   a.nodes = c.ids(sizes.nodes(), -2, 12), a.picked = c.ids(sizes.nodes(), 0, 3), a.start = c.filled(kEntries, 0.5f);
   a.shares = c.filled(kEntries, 5.0f), a.counts = c.filled(kEntries, 9.0f), a.weights = c.filled(kEntries, 0.6f);
   for (float* table : {a.shares, a.counts, a.weights}) c.spoil(table, kEntries, 0);
@@ -329,14 +329,16 @@ struct Followed {
   NgramTable table = empty_table(c, kEntries, kBranch);
   int32_t *runners = c.filled(kRunnersUp, -1), *emitted = c.filled(1, 1);
   float* runner_log_probs = c.filled(kRunnersUp, -2.0f);
-  CopyIndex copies{c.filled(kRoom, -1), c.filled(1, 0), c.filled(kHashes, 0), c.filled(kRoom, 0), kRoom, kHashes, runners,
-                   runner_log_probs, emitted, kRunnersUp};
+  CopyIndex copies{c.filled(kRoom, -1), c.filled(1, 0), c.filled(kHashes, 0), c.filled(kRoom, 0), runners,
+                   runner_log_probs, emitted};
+  static constexpr CopySizes kCopied{kRoom, kHashes, kRunnersUp};
 
   // Whether `given` more tokens, of which as many count as `count` says, leave the same.
-  bool agrees(int given, int least, const NgramSizes& s, const NgramInsertArgs& seen = {}, const int32_t* path = nullptr) {
-    const FollowArgs args{seen, copies, c.ids(given, -1, vocab),
-                          c.counts(1, least, given), path, given, 1};
-    return c.agrees(follow_bytes(s), [&](auto& group, char* arena) { follow_step(group, args, s, arena); });
+  bool agrees(int given, int least, const NgramSizes& s, const NgramTree& tree = {}, const int32_t* path = nullptr,
+              const int32_t* seen = nullptr, const float* log_probs = nullptr) {
+    const FollowArgs args{table, copies, c.ids(given, -1, vocab), c.counts(1, least, given), tree, path, seen, log_probs};
+    const FollowSizes sizes{s, kCopied, given, 1};
+    return c.agrees(follow_bytes(s), [&](auto& group, char* arena) { follow_step(group, args, sizes, arena); });
   }
   void spoil() {
     c.spoil(copies.text, kRoom, 3), c.spoil(copies.heads, kHashes, kRoom), c.spoil(copies.previous, kRoom, kRoom);
@@ -344,10 +346,10 @@ struct Followed {
     c.spoil(runners, kRunnersUp, 9), c.spoil(runner_log_probs, kRunnersUp, 0);
     if (c.wild) *copies.length = c.count(0, kRoom), *emitted = c.count(0, 9);
   }
-  HistoryArgs known(const int32_t* parents, const NgramSizes& learned) {
+  HistoryArgs known() {
     const double* weights =
         c.made<double>(kHistoryWeights, [&] { return c.wild ? c.score() : 0.25 * c.between(0, 8) - 1.0; });
-    return {table, c.once_in(2) ? table : NgramTable{}, copies, weights, parents, learned};
+    return {table, copies, weights, c.once_in(2) ? table : NgramTable{}};
   }
 };
 
@@ -360,23 +362,24 @@ bool history(Case& c) {
   int32_t *const parents = c.filled(rows, -1), *const depths = c.filled(rows, 0);
   for (int row = 1; row < rows; row++) parents[row] = c.between(0, row - 1), depths[row] = depths[parents[row]] + 1;
   c.spoil(parents, rows, rows), c.spoil(depths, rows, 9), text.spoil();
-  const NgramInsertArgs seen{text.table, nullptr, c.ids(rows * s.branch, -1, vocab + 3), c.scores(rows * s.branch), nullptr,
-                             {c.ids(rows, 0, vocab), parents, depths, c.ids(1, rows, rows), c.ids(kTail, 0, vocab)}};
+  const NgramTree tree{c.ids(rows, 0, vocab), parents, depths, c.ids(1, rows, rows), c.ids(kTail, 0, vocab)};
+  int32_t* const seen = c.ids(rows * s.branch, -1, vocab + 3);
+  float* const log_probs = c.scores(rows * s.branch);
   for (int step = 0; step < 3; step++) {
-    if (!text.agrees(9, 0, s, seen, c.ids(1, 0, rows - 1))) return false;
+    if (!text.agrees(9, 0, s, tree, c.ids(1, 0, rows - 1), seen, log_probs)) return false;
   }
   int32_t* const graph_parents = c.ids(kNodes, -1, 1);
   if (!c.wild) graph_parents[0] = -1, graph_parents[1] = 0;
   text.spoil();
   const bool noisy = c.once_in(2);
-  const NgramRecallArgs asked{text.table, c.ids(kNodes, 0, vocab), c.ids(kNodes * kTail, 0, vocab), c.ids(kNodes, 0, 5),
-                              c.ids(rows, -1, kNodes - 1), noisy ? c.ids(1, 1, 20) : nullptr,
-                              noisy ? c.filled(1, int64_t{12345}) : nullptr, noisy ? c.ids(1, 0, 9) : nullptr,
-                              c.out<int32_t>(rows * kWanted), c.out<float>(rows * kWanted), c.out<int32_t>(rows), kNodes,
-                              kWanted};
-  const HistoryArgs known = text.known(graph_parents, s);
+  const HistoryRecall asked{text.known(), c.ids(kNodes, 0, vocab), graph_parents, c.ids(kNodes * kTail, 0, vocab),
+                            c.ids(kNodes, 0, 5), c.ids(rows, -1, kNodes - 1),
+                            {noisy ? c.ids(1, 1, 20) : nullptr, noisy ? c.filled(1, int64_t{12345}) : nullptr,
+                             noisy ? c.ids(1, 0, 9) : nullptr},
+                            c.out<int32_t>(rows * kWanted), c.out<float>(rows * kWanted), c.out<int32_t>(rows)};
+  const HistorySizes sizes{s, s, Followed::kCopied, kNodes, kWanted};
   for (int row = 0; row < std::min(rows, 3); row++) {
-    const auto recall = [&](auto& group, char* arena) { recall_history(group, asked, known, s, row, 1, arena); };
+    const auto recall = [&](auto& group, char* arena) { recall_history(group, asked, sizes, row, 1, arena); };
     if (!c.agrees(HistoryArena::bytes(), recall)) return false;
   }
   return true;
@@ -396,16 +399,13 @@ bool levels(Case& c) {
   const int length = std::clamp(*text.copies.length, kContext + 1, Followed::kRoom);
   g.token_ids[0] = text.copies.text[length - 1];
   for (int i = 0; i < kContext; i++) g.contexts[i] = text.copies.text[length - 2 - i];
-  const NgramRecallArgs asked{text.table, g.token_ids, g.contexts, g.depths, nullptr, nullptr, nullptr, nullptr, nullptr,
-                              nullptr, nullptr, nodes, branch};
   text.spoil(), c.spoil(frontier, given, nodes);
-  const LevelsArgs args{{asked, text.known(g.parents, {})},
-                        {g, nullptr, nullptr, nullptr, c.out<int32_t>(width), c.out<int32_t>(width), c.out<int32_t>(width),
-                         c.out<int32_t>(width * words)},
-                        frontier, c.out<int32_t>(levels * width), c.out<int32_t>(levels * width * branch),
-                        c.out<float>(levels * width * branch), c.out<int32_t>(levels * width)};
-  const auto sizes = [&](int threads) { return LevelSizes{levels, width, branch, given, threads > 1 ? at_once : 1, s, merging}; };
-  return c.agrees([&](int threads) { return levels_bytes(sizes(threads)); },
+  const LevelsArgs args{text.known(), g, frontier, {}, c.out<int32_t>(levels * width),
+                        c.out<int32_t>(levels * width * branch), c.out<float>(levels * width * branch),
+                        c.out<int32_t>(levels * width)};
+  const HistorySizes recall{s, {}, Followed::kCopied, nodes, branch};
+  const auto sizes = [&](int threads) { return LevelSizes{levels, width, branch, given, threads > 1 ? at_once : 1, recall, merging}; };
+  return c.agrees([&](int threads) { return LevelsArena::bytes(sizes(threads)); },
                   [&](auto& group, char* arena) { grow_levels(group, args, sizes(group.size()), arena); });
 }
 
@@ -415,11 +415,8 @@ bool commit(Case& c) {
   int32_t next = 0;
   int32_t *const cache = c.made<int32_t>(batch * heads * slots, [&] { return next++; }), *const staged = c.out<int32_t>(path);
   std::vector<int32_t> expected(cache, cache + next);
-  CommitArgs args{};
-  args.heads = heads, args.row_bytes = 4, args.slots = slots, args.path = path;
-  args.batch_stride = 4 * heads * slots, args.head_stride = 4 * slots, args.slot_stride = 4;
   const int32_t *const rows = c.ids(batch * path, 0, slots), *const count = c.ids(batch, 0, path), *const kv_len = c.ids(batch, 0, slots);
-  args.accepted_rows = rows, args.num_accepted = count, args.kv_len = kv_len;
+  const CommitArgs args{{}, 0, path, {4 * heads * slots, 4 * slots, 4, heads, slots, 4}, rows, count, kv_len};
   for (int b = 0; b < batch; b++) {
     for (int head = 0; head < heads; head++) {
       const int first = (b * heads + head) * slots;

@@ -15,8 +15,8 @@ from torch import Tensor
 from gsd_kernels import backends
 from gsd_kernels.ops.dag_attention.api import ATTENTION
 from gsd_kernels.ops.decoder_rows import cuda, decoder_rows
-from gsd_kernels.ops.feature_rows import cuda as features_on_cuda
 from gsd_kernels.ops.feature_rows import feature_rows
+from gsd_kernels.ops.table import OPS
 from gsd_kernels_hf.model import fused
 
 from .programs import CXX, ROOT, TORCH, build
@@ -86,17 +86,13 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFacto
     """``backend="cuda"`` of decoder_rows and feature_rows runs here, on CPU tensors."""
     ops, known = operators(factory), backends.unavailable_reason
 
-    def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.decoder_rows(*decoder_rows.operands(*arguments))
-
-    def run_features(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.feature_rows(*feature_rows.operands(*arguments))
+    def run(name: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return getattr(ops, name)(*OPS[name].operands(*arguments))
 
     def reason(backend: str, device: torch.device) -> str | None:
         return None if backend == "cuda" else known(backend, device)
 
     monkeypatch.setattr(cuda, "run", run)
-    monkeypatch.setattr(features_on_cuda, "run", run_features)
     monkeypatch.setattr(backends, "unavailable_reason", reason)
     monkeypatch.setattr(fused, "unavailable_reason", reason)
 

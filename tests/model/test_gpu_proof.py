@@ -303,7 +303,7 @@ def test_it_covers_the_code_that_published_models_launch(head_dim, group, monkey
     fake_cuda.install(monkeypatch)
     calls = {}
 
-    def run(weights, ids, *rest):
+    def run(_, weights, ids, *rest):
         keep, key = rest[-3], (id(weights), *ids.shape, rest[-3], rest[-5][0].shape[2])
         calls.setdefault(key, (weights, ids, *rest[:-1]))
         logits = logits_of(ids[:, ids.shape[1] - keep :], weights.head.shape[0])

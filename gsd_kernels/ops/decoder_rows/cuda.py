@@ -48,13 +48,13 @@ def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tupl
     check_device(token_ids.device)
     check_once(weights, check)
     with naming_caches(weights, k_caches, v_caches):
-        return run(weights, token_ids, *rows)
+        return run("decoder_rows", weights, token_ids, *rows)
 
 
-def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator."""
+def run(name: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator of decoder_rows or feature_rows."""
     tell_switches()
-    return OPS["decoder_rows"].compiled(*arguments)
+    return OPS[name].compiled(*arguments)
 
 
 def is_measured(device: torch.device) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..cuda_common import check_device
 from ..decoder_rows import cuda
-from ..table import OPS
 from .weights import FeatureWeights
 
 
@@ -23,13 +22,7 @@ def feature_rows(weights: FeatureWeights, token_ids: Tensor, *rows: Any) -> tupl
     cuda.check_once(weights, check)
     cuda.check_tensors(weights.decoder.dtype, [("features", features)])
     with cuda.naming_caches(weights.decoder, k_caches, v_caches):
-        return run(weights, token_ids, features, *graph, k_caches, v_caches, keep)
-
-
-def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator."""
-    cuda.tell_switches()
-    return OPS["feature_rows"].compiled(*arguments)
+        return cuda.run("feature_rows", weights, token_ids, features, *graph, k_caches, v_caches, keep)
 
 
 def check(weights: FeatureWeights) -> None:

@@ -5,14 +5,14 @@ from torch import Tensor
 from ..ngram.api import TABLE
 from ..table import small_op
 from . import reference
-from .records import Recollection, Seen
+from .records import WEIGHTS, Recollection, Seen
 
 __all__ = ["history_append", "history_recall"]
 
 # Of lines: what steps write, all storage, what Recollection.sizes says, and the noise of the target.
 FOLLOWED = f"{TABLE} text[B,S] length[B] heads[B,H] previous[B,S] runners[B,G] runner_log_probs:float32[B,G] emitted[B]"
 HISTORY = (
-    f"history{{ {FOLLOWED} weights:float64[Y] learned_keys?:int64[1,D] learned_tokens?[1,D,E] "
+    f"history{{ {FOLLOWED} weights:float64[{WEIGHTS}] learned_keys?:int64[1,D] learned_tokens?[1,D,E] "
     "learned_log_probs?:float32[1,D,E] }"
 )
 SIZES = "sizes:ints=mwno"

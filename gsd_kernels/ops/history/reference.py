@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...graph import TokenGraph
-from ..ngram import NgramTable
-from ..ngram.reference import context_keys, ngram_remember, perturb_candidates, sets_of
+from ..ngram import NgramTable, ngram_remember
+from ..ngram.reference import context_keys, perturb_candidates, sets_of
 from . import records as r
 from .records import Recollection, Seen
 
@@ -272,4 +272,4 @@ def history_append(known: Recollection, tokens: Tensor, counts: Tensor, seen: Se
                 known.previous[b, place] = known.heads[b, at]
                 known.heads[b, at] = place + 1
     if seen is not None:
-        ngram_remember(known.table, seen.rows, seen.tail, seen.tokens, seen.log_probs)
+        ngram_remember(known.table, seen.rows, seen.tail, seen.tokens, seen.log_probs, backend="reference")

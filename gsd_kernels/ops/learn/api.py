@@ -38,8 +38,5 @@ learn_source = small_op(
 
 def _joined(asked: Sequence[Asked]) -> list[Asked]:
     """The levels side by side as one."""
-    return [Asked(*(torch.cat(part, 1) for part in zip(*map(_indexed, asked), strict=True)))]
-
-
-def _indexed(level: Asked) -> Asked:
-    return level if level.index is not None else level._replace(index=torch.zeros_like(level.node_ids))
+    indexed = [one._replace(index=torch.zeros_like(one.node_ids) if one.index is None else one.index) for one in asked]
+    return [Asked(*(torch.cat(part, 1) for part in zip(*indexed, strict=True)))]

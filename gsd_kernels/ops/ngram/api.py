@@ -159,7 +159,17 @@ def mix_candidates(
 def ngram_remember(
     table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor, *, backend: str = "auto"
 ) -> None:
-    """:func:`ngram_insert` of a tree's rows, see the reference; for the history where no compiled ops are."""
+    """:func:`ngram_insert` of what follows each row of an unrolled graph, padding left out; for the history where no
+    compiled ops are.
+
+    Args:
+        table: the tables.
+        rows: R of them; a row's context is its own token, those of the rows above it, and ``tail``.
+        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins; C ≥ max_context.
+        tokens: int32 [B, R, K], continuations, best first, −1 for none.
+        log_probs: float32 [B, R, K].
+        backend: see :mod:`gsd_kernels.backends`.
+    """
     contexts = reference.row_contexts(rows, tail, table.max_context)
     INSERT(table, contexts, tokens, log_probs, reference.real_rows(rows), backend=backend)
 

@@ -120,25 +120,6 @@ def pick_positions(graph: TokenGraph, nodes: Tensor, first_pick: Tensor) -> Tens
     return first_pick[:, None] + graph.depths.gather(1, nodes.clamp(min=0).long())
 
 
-def ngram_remember(
-    table: NgramTable,
-    rows: Rows,
-    tail: Tensor,
-    tokens: Tensor,
-    log_probs: Tensor,
-) -> None:
-    """:func:`ngram_insert` of what follows each row of an unrolled graph, padding left out.
-
-    Args:
-        table: the tables.
-        rows: R of them; a row's context is its own token, those of the rows above it, and ``tail``.
-        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins; C ≥ max_context.
-        tokens: int32 [B, R, K], continuations, best first, −1 for none.
-        log_probs: float32 [B, R, K].
-    """
-    ngram_insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
-
-
 def weights_of(weight: Tensor, index: Tensor | None, shape: tuple[int, int]) -> Tensor:
     """The weight of every row, float32 ``shape``, of its own or from a table [n]."""
     if weight.dim() == 2:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .api import unpack_rows
-from .kinds import BY_NAME
 from .matrix import PackedMatrix
 
 EPSILON = 2.0**-23  # of float32: the least scale
@@ -67,17 +66,6 @@ def rounded(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """The product of :func:`rounded_rows` and the dense matrix."""
     dense = unpack_rows(matrix, dtype=x.dtype, backend="reference")
     return rounded_rows(x).float() @ dense.float().T
-
-
-def taking_floats(matrix: PackedMatrix) -> PackedMatrix:
-    """The same weights for rows that are multiplied as they are; of ``int8_vectorwise`` up to a last bit."""
-    if matrix.kind.name not in LINEARS:
-        return matrix
-    scales = matrix.scales
-    if matrix.kind.name == "int8_vectorwise":
-        assert scales is not None
-        scales = scales / 127
-    return PackedMatrix(BY_NAME["int8"], matrix.data, matrix.inputs, scales)
 
 
 LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {

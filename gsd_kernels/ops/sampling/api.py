@@ -145,8 +145,10 @@ def warped_log_probs(
     return LOG_PROBS.checked(logits, *checked_warpers(logits, temperature, top_k, top_p, min_p), backend=backend)
 
 
-def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:
-    """Raise unless the sampling parameters are numbers in range (tensors are taken at their word)."""
+def checked_warpers(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> tuple[Any, ...]:
+    """The warpers, if they are in range (tensors are taken at their word) and there is something to pick from."""
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
     for name, value, low, high in (
         ("temperature", temperature, 0.0, float("inf")),
         ("top_k", top_k, 0, float("inf")),
@@ -159,11 +161,4 @@ def check_warpers(temperature: object, top_k: object, top_p: object, min_p: obje
             raise TypeError(f"{name}: expected a number or a tensor [batch], got {value!r}")
         if not low <= value <= high or (name == "temperature" and value == high):
             raise ValueError(f"{name}: expected {low} … {high}, got {value}")
-
-
-def checked_warpers(logits: Tensor, *warpers: Any) -> tuple[Any, ...]:
-    """The warpers, if they are in range and there is something to pick from."""
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
-        raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
-    check_warpers(*warpers)
-    return warpers
+    return temperature, top_k, top_p, min_p

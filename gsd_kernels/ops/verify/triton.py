@@ -84,15 +84,8 @@ def verify(
     accepted_rows, num_accepted, next_token = new(batch, max_path + 1), new(batch), new(batch)
     if batch:
         _verify_kernel[(batch,)](
-            token_ids.contiguous(),
-            parent_rows.contiguous(),
-            depths.contiguous(),
-            ancestor_mask.contiguous(),
-            num_rows.contiguous(),
-            sampled.contiguous(),
-            eos_ids.contiguous(),
-            remaining.contiguous(),
-            done.contiguous().view(torch.uint8),
+            *(t.contiguous() for t in (token_ids, parent_rows, depths, ancestor_mask, num_rows)),
+            *(t.contiguous() for t in (sampled, eos_ids, remaining, done.view(torch.uint8))),
             accepted_rows,
             num_accepted,
             next_token,
