@@ -59,12 +59,11 @@ NO_FORWARD = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__} - {nn.Module}
 ENTRIES = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 CALLED_OUTSIDE = ("generate", "__reduce_ex__")
 """Functions on a model itself that no forward calls."""
-LEFT = ("rope_deltas",)
-"""Names of what transformers' ``generate`` leaves on modules for its own steps; our forwards are given positions."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum, numbers.Number)
 PLAIN_EXACTLY = frozenset(PLAIN)  # which most settings are, and a set is asked sooner
-HOLDERS = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
-"""Names of what PyTorch keeps of every module, parts and hooks: they are no settings, and looked at apart."""
+HOLDERS = {"rope_deltas", *(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))}
+"""Names of what PyTorch keeps of every module, parts and hooks, which are looked at apart, and of what transformers'
+``generate`` leaves on modules for its own steps, where our forwards are given positions: they are no settings."""
 
 
 def home_of(function: Any) -> str:
@@ -190,11 +189,9 @@ def own_of(module: nn.Module) -> Own:
     found = Own(hooks_of(module._forward_pre_hooks, module._forward_hooks), {}, {}, [])
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     for name, value in list(vars(module).items()):
-        if type(value) in PLAIN_EXACTLY:
-            found.settings[name] = value
-        elif name in HOLDERS or name in LEFT:
+        if name in HOLDERS:
             continue
-        elif isinstance(value, PLAIN):
+        if type(value) in PLAIN_EXACTLY or isinstance(value, PLAIN):
             found.settings[name] = value
         elif isinstance(value, (list, tuple, dict)):
             parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
@@ -204,8 +201,6 @@ def own_of(module: nn.Module) -> Own:
             held.append(value)
         elif callable(value) and not isinstance(value, type) and name not in CALLED_OUTSIDE and not is_own(value):
             found.functions[name] = value
-    for name in LEFT:
-        found.settings.pop(name, None)
     for value in held:
         if type(value) is nn.Parameter or type(value) is Tensor:  # as most are, and this is asked of all in every call
             found.tensors.append(value)

@@ -420,8 +420,15 @@ def layers_of(model: Any) -> list[Any]:
 def layer_weights(layer: Any, kind: AttentionKind) -> LayerWeights:
     """The parameters of a LLaMA-like layer; ``kind``: what its attention does."""
     a, m = layer.self_attn, layer.mlp
-    projections = {name: getattr(a, f"{name}_proj") for name in "qkvo"}
-    projections |= {name: getattr(m, f"{name}_proj") for name in ("gate", "up", "down")}
+    projections = {
+        "q": a.q_proj,
+        "k": a.k_proj,
+        "v": a.v_proj,
+        "o": a.o_proj,
+        "gate": m.gate_proj,
+        "up": m.up_proj,
+        "down": m.down_proj,
+    }
     parts = {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
     norms = {name: getattr(a, name, None) for name in ("q_norm", "k_norm")}
     parts |= {name: norm.weight for name, norm in norms.items() if norm is not None}

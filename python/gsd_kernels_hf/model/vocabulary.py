@@ -154,7 +154,7 @@ def spelling(pieces: Mapping[int, str], what: str) -> dict[int, bytes]:
     Raises:
         ValueError: the pieces are neither byte-level nor SentencePiece's; ``what`` they are of.
     """
-    if all(letter in LETTERS for letter in {letter for piece in pieces.values() for letter in piece}):
+    if {*"".join(pieces.values())} <= LETTERS.keys():
         return {token: bytes(LETTERS[letter] for letter in piece) for token, piece in pieces.items()}
     if not any(SPACE in piece for piece in pieces.values()):
         raise ValueError(

@@ -210,10 +210,9 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         return
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
-    mask = attention_mask == 1
-    if not bool((mask | (attention_mask == 0)).all()):
-        wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
-        raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
+    wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if wrong.numel():
+        raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong[0].item()}")
     check_padding(attention_mask)
 
 

@@ -106,7 +106,7 @@ class Recurrence:
     @property
     def nbytes(self) -> int:
         """Bytes of the window."""
-        return (0 if self.window is None else self.window.nbytes) + (0 if self.state is None else self.state.nbytes)
+        return sum(part.nbytes for part in (self.window, self.state) if part is not None)
 
 
 class GatedDelta(Recurrence):
