@@ -217,15 +217,15 @@ def examine(facts: Facts) -> AttentionReport:
         return AttentionReport(problem=problem, cause=error)
 
 
-def served(model: PreTrainedModel | Facts, name: str = "model") -> AttentionReport:
+def served(facts: Facts, name: str = "model") -> AttentionReport:
     """The findings of :func:`examine`, without a problem.
 
     Raises:
         Unsupported: the model, the argument ``name``, cannot be forwarded with graph rows.
     """
-    report = examine(model)
+    report = examine(facts)
     if report.problem is not None:
-        kind = type(Facts.of(model).model).__name__
+        kind = type(facts.model).__name__
         raise Unsupported(f"{name}: {kind} {report.problem}; not supported") from report.cause
     return report
 

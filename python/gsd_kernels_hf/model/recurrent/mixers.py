@@ -327,8 +327,10 @@ class ByDepth:
         """Return what the module's forward does of rows [B, R], given what it was called with."""
         shape = tree.parents[:, tree.first :].shape  # B, R
         text = {key: states[:, None] for key, states in states_in(self.layer).items()}
-        kept = self.after if tree.first else text
-        self.after = {key: grown(states[:, : 1 + tree.first], shape[1]) for key, states in kept.items()}
+        kept, self.after = self.after if tree.first else text, {}
+        for key, states in kept.items():  # with room for the rows
+            room = states.new_zeros(len(states), shape[1], *states.shape[2:])
+            self.after[key] = torch.cat([states[:, : 1 + tree.first], room], 1)
         outputs: list[Any] = []
         for sequence, row, parent in tree.levels:
             layer = self.layer_of(sequence, parent)
@@ -391,11 +393,6 @@ class ByDepth:
             last = torch.where(count > 0, 1 + last_rows(accepted_rows.to(after.device), count), 0)  # [B]
             put_state(self.layer, key, after[torch.arange(len(count), device=after.device), last])
         self.after, self.behind_prompt = {}, False
-
-
-def grown(states: Tensor, rows: int) -> Tensor:
-    """States after rows [B, T, …], with room for more."""
-    return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
 
 
 def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:
