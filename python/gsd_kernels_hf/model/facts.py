@@ -151,23 +151,6 @@ _spaces: weakref.WeakKeyDictionary[Any, Space] = weakref.WeakKeyDictionary()
 """The names of modules and classes; the same object as long as they stand for the same."""
 
 
-def spaces_of(classes: Iterable[type], implementations: Iterable[str]) -> tuple[Space | Any, ...]:
-    """All names that forwards of ``classes`` read, with functions that configs choose by these names."""
-    chosen = [
-        interface.get(name)
-        for interface in (ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
-        for name in implementations
-    ]
-    bases = dict.fromkeys(base for cls in (*classes, *CACHES) for base in cls.__mro__[:-1] if base not in NO_FORWARD)
-    written = (sys.modules.get(home) for home in dict.fromkeys(base.__module__ for base in bases))
-    homes = (sys.modules.get(home_of(function)) for function in chosen if function is not None)
-    owners = [owner for owner in dict.fromkeys((*LIBRARIES, *written, *homes, *bases)) if owner is not None]
-    for owner in owners:
-        if owner not in _spaces or not _spaces[owner].is_current(owner):
-            _spaces[owner] = Space(owner)
-    return *map(_spaces.get, owners), *chosen
-
-
 class Own(NamedTuple):
     """Things that a module itself holds, rather than its class.
 
@@ -311,9 +294,19 @@ class Facts:
 
     @cached_property
     def spaces(self) -> tuple[Space | Any, ...]:
-        """The names that a forward reads; the same objects as long as they stand for the same."""
-        names = {implementation_of(config) for config in self.configs}
-        return spaces_of({type(module) for _, module in self.modules}, sorted(name for name in names if name))
+        """All names that a forward reads, and functions that configs choose: the same objects as long as nothing else."""
+        names = sorted(filter(None, {implementation_of(config) for config in self.configs}))
+        interfaces = ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+        chosen = [interface.get(name) for interface in interfaces for name in names]
+        classes = (*dict.fromkeys(type(module) for _, module in self.modules), *CACHES)
+        bases = dict.fromkeys(base for cls in classes for base in cls.__mro__[:-1] if base not in NO_FORWARD)
+        written = (sys.modules.get(home) for home in dict.fromkeys(base.__module__ for base in bases))
+        homes = (sys.modules.get(home_of(function)) for function in chosen if function is not None)
+        owners = [owner for owner in dict.fromkeys((*LIBRARIES, *written, *homes, *bases)) if owner is not None]
+        for owner in owners:
+            if owner not in _spaces or not _spaces[owner].is_current(owner):
+                _spaces[owner] = Space(owner)
+        return *map(_spaces.get, owners), *chosen
 
     @cached_property
     def own(self) -> list[Own]:
