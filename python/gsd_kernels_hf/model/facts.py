@@ -294,7 +294,7 @@ class Facts:
 
     @cached_property
     def spaces(self) -> tuple[Space | Any, ...]:
-        """All names that a forward reads, and functions that configs choose: the same objects as long as nothing else."""
+        """All names that a forward reads, and functions that configs choose; the same objects while none is another."""
         names = sorted(filter(None, {implementation_of(config) for config in self.configs}))
         interfaces = ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
         chosen = [interface.get(name) for interface in interfaces for name in names]
