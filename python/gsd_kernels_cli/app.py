@@ -16,6 +16,7 @@ import typer
 
 from . import chat, check, demo_command, doctor, export, generate, index, learn
 from .commands import Commands
+from .groups import with_groups
 from .output import EXIT_CODES, show_progress
 
 #: Loggers that warn while torchao is imported, before the first line of a command; ``--debug`` shows it.
@@ -33,9 +34,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (demo_command, chat, generate, check, index, export, learn, doctor):
-    app.command(_module.__name__.rpartition(".")[2].removesuffix("_command"))(_module.command)
+    app.command(_module.__name__.rpartition(".")[2].removesuffix("_command"))(with_groups(_module.command))
 for _entry in entry_points(group="gsd_kernels.commands"):
-    app.command(_entry.name)(_entry.load())
+    app.command(_entry.name)(with_groups(_entry.load()))
 
 
 @app.command(

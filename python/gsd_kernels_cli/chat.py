@@ -14,7 +14,6 @@ from gsd_kernels_hf.files import decode_utf8
 
 from . import options
 from .demo.smollm2 import NAME
-from .groups import with_groups
 from .output import err, out, stats_table
 from .values import check_draft
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or Ctrl-D. Ctrl-C stops an answer."
 
 
-@with_groups
 def command(
     *,
     named: options.Named,

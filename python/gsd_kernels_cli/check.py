@@ -7,13 +7,11 @@ from typing import Any
 import typer
 
 from . import options
-from .groups import with_groups
 from .output import DIFFERS, OK, out, print_json, progress, table
 
 DEFAULT_PROMPTS = 4
 
 
-@with_groups
 def command(
     *,
     asked: options.Asked,

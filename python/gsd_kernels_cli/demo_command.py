@@ -13,7 +13,6 @@ from gsd_kernels_hf.files import write_json
 
 from . import demo, options
 from .demo import smollm2
-from .groups import with_groups
 from .output import DIFFERS, err, out, progress
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
 OURS, DRAFTED = "gsd_kernels, history", "gsd_kernels, draft model"
 
 
-@with_groups
 def command(
     *,
     named: options.Named,

@@ -10,11 +10,9 @@ import typer
 from gsd_kernels_hf.files import check_writable
 
 from . import options, values
-from .groups import with_groups
 from .output import out, print_json, progress
 
 
-@with_groups
 def command(
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="To be written; must not exist.")],

@@ -10,13 +10,11 @@ import typer
 
 from . import options
 from .demo import smollm2
-from .groups import with_groups
 from .output import err, progress, stats_table
 
 STATS = ("none", "table", "json")
 
 
-@with_groups
 def command(
     *,
     asked: options.Asked,

@@ -9,11 +9,9 @@ from typing import Annotated
 import typer
 
 from . import options, values
-from .groups import with_groups
 from .output import print_json, progress
 
 
-@with_groups
 def command(
     *,
     named: options.Named,

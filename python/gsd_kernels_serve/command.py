@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from gsd_kernels_cli import options
-from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import option, read_graph_config
 from gsd_kernels_cli.output import err, progress
 from gsd_kernels_cli.values import check_draft
@@ -15,7 +14,6 @@ from .limits import Limits, bind, check_installed, hosts_of, is_loopback, origin
 _SERVER = "Server"
 
 
-@with_groups
 def command(
     *,
     named: options.Named,

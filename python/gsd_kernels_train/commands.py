@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from gsd_kernels_cli import values
-from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import option
 from gsd_kernels_cli.output import FAILURE, err, out, print_json, progress, table
 
@@ -21,7 +20,6 @@ GUESSING = {"accuracy": "accuracy on held-out text", "continuation_accuracy": "a
 """What is measured of guesses, in words."""
 
 
-@with_groups
 def distill_command(
     *,
     training: Training,
@@ -63,7 +61,6 @@ def distill_command(
     )
 
 
-@with_groups
 def heads_command(
     *,
     training: Training,
@@ -87,7 +84,6 @@ def heads_command(
     )
 
 
-@with_groups
 def drafter_command(
     *,
     training: Training,
