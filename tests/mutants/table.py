@@ -16,9 +16,7 @@ class Mutant(NamedTuple):
 
 
 HF = "python/gsd_kernels_hf/"
-HOST, LOCKSTEP, SAMPLING, CRITERIA = (
-    HF + f"acceptance/{name}.py" for name in ("host", "lockstep", "sampling", "criteria")
-)
+HOST, LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("rule", "rule", "sampling", "criteria"))
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "attention", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "resolved", "output"))
 HISTORY, MEMORY, GRAMMAR, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
