@@ -73,10 +73,8 @@ def backends(work: Work) -> dict[str, Any]:
     found: dict[str, Any] = {"missing_because": json.loads(done.stdout)}
     print(f"backends on {device.type}: {done.stdout.strip()}", flush=True)
     if device.type == "cuda":
+        names = "name", "major", "minor", "multi_processor_count", "L2_cache_size", "total_memory", "clock_rate"
         properties = torch.cuda.get_device_properties(device)
-        found |= {name: str(getattr(properties, name, None)) for name in PROPERTIES}
+        found |= {name: str(getattr(properties, name, None)) for name in names}
         found["memory_bytes"] = torch.cuda.mem_get_info(device)
     return found
-
-
-PROPERTIES = ("name", "major", "minor", "multi_processor_count", "L2_cache_size", "total_memory", "clock_rate")

@@ -133,20 +133,15 @@ def run(work: Work) -> None:
 
 def sanitize(work: Work) -> None:
     """Points by tool."""
-    program = sanitizer()
+    program, nvcc = shutil.which("compute-sanitizer"), shutil.which("nvcc")
+    if program is None and nvcc is not None:  # it lies beside it
+        program = shutil.which("compute-sanitizer", path=Path(nvcc).resolve().parent)
     if work.rehearse or program is None:
         work.skip("compute-sanitizer: " + ("there is no GPU" if work.rehearse else "it is not installed"))
     tools = points("{tool}", tool=TOOLS)
     if program is None and not work.rehearse:
         return work.each(tools, lambda _: {"missing": "compute-sanitizer"})
     return work.each(tools, lambda tool: check(work, str(program), tool))
-
-
-def sanitizer() -> str | None:
-    """Where compute-sanitizer is: on the path, or beside nvcc."""
-    nvcc = shutil.which("nvcc")
-    beside = None if nvcc is None else Path(nvcc).resolve().with_name("compute-sanitizer")
-    return shutil.which("compute-sanitizer") or (str(beside) if beside is not None and beside.exists() else None)
 
 
 def check(work: Work, program: str, tool: str) -> dict[str, Any]:

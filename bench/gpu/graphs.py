@@ -65,14 +65,10 @@ class Watch:
             replay()
 
 
-Launch = tuple[str, float]
-"""A kernel's name and its seconds."""
-
-
-def kernel_table(call: Callable[[], None]) -> tuple[dict[str, Any], list[Launch]]:
+def kernel_table(call: Callable[[], None]) -> tuple[dict[str, Any], list[tuple[str, float]]]:
     """The kernels of one call with the most device time: [name, launches, seconds], and all of them together.
 
-    Beside the table all launches, in their order.
+    Beside the table all launches, in their order: name and seconds.
     """
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:

@@ -10,7 +10,7 @@ a cache of its own, so none of it is found in a cache of the GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from gsd_kernels_hf.model.runner import FusedRows, storage_of
 
 from ..kernels.rows import WAYS, measure, random_model
 from ..kernels.rows import table as rows_table
-from .graphs import Launch, kernel_table
+from .graphs import kernel_table
 from .right import passed_by_groups, right_shapes
 from .work import Work, points, switched
 
@@ -85,7 +85,13 @@ def inside(work: Work) -> None:
 
 @torch.no_grad()
 def table(work: Work, model: Any, shape: str, prefix: int, count: int, group: str = "0") -> dict[str, Any]:
-    """One forward of a few layers by kernel; ``group``: by groups of warps or not."""
+    """One forward of a few layers by kernel; ``group``: by groups of warps or not.
+
+    And seconds of each product, a layer's in the mean over the layers, and of the output matrix.
+
+    Raises:
+        RuntimeError: there are not as many as a forward of so many layers has.
+    """
     start = torch.zeros(1, dtype=torch.int32, device=work.device)
     rows = FusedRows(model, prefix + MOST_ROWS, start, "auto")
     for cache in itertools.chain(*storage_of(rows.cache, rows.weights, 1)):
@@ -95,22 +101,13 @@ def table(work: Work, model: Any, shape: str, prefix: int, count: int, group: st
         rows.rows(*inputs, keep=count)
         found, launches = kernel_table(lambda: rows.rows(*inputs, keep=count))
     if not work.rehearse:
-        found |= by_product(launches)
+        seconds = [taken for name, taken in launches if any(kernel in name for kernel in IS_PRODUCT)]
+        if len(seconds) != len(PRODUCTS) * LAYERS + 1:
+            raise RuntimeError(f"{len(seconds)} products in a forward of {LAYERS} layers: {launches}")
+        layers = {name: sum(seconds[place : -1 : len(PRODUCTS)]) / LAYERS for place, name in enumerate(PRODUCTS)}
+        found["products"] = {**layers, "head": seconds[-1]}
     print(f"  {found['seconds'] * 1e3:.3f} ms in {found['launches']} launches", flush=True)
     return {**found, "shape": shape, "layers": LAYERS, "rows": count, "prefix": prefix}
-
-
-def by_product(launches: Sequence[Launch]) -> dict[str, Any]:
-    """Seconds of each product, a layer's in the mean over the layers, and of the output matrix.
-
-    Raises:
-        RuntimeError: there are not as many as a forward of so many layers has.
-    """
-    seconds = [taken for name, taken in launches if any(kernel in name for kernel in IS_PRODUCT)]
-    if len(seconds) != len(PRODUCTS) * LAYERS + 1:
-        raise RuntimeError(f"{len(seconds)} products in a forward of {LAYERS} layers: {launches}")
-    layers = {name: sum(seconds[place : -1 : len(PRODUCTS)]) / LAYERS for place, name in enumerate(PRODUCTS)}
-    return {"products": {**layers, "head": seconds[-1]}}
 
 
 def attention(work: Work, model: Any, shape: str, prefix: int, count: int) -> dict[str, Any]:

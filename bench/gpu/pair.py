@@ -134,6 +134,5 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
         raise RuntimeError("no step was captured: see the log for the reason")
     # The second call's time includes a profiled replay.
     graphs = [graph.as_dict() for graph in watch.graphs]
-    sizes = {"prompt": prompt, "new_tokens": new}
-    written = dict(zip(("text", "again"), texts, strict=True))
-    return {**sizes, "calls": calls, "graphs": graphs, "replay": watch.profiled, **written}
+    found = {"prompt": prompt, "new_tokens": new, "calls": calls, "graphs": graphs, "replay": watch.profiled}
+    return {**found, "text": texts[0], "again": texts[1]}

@@ -58,8 +58,12 @@ def best_entry(arch: int, prefix: int, dtype: torch.dtype, head_dim: int, size_m
     from triton.testing import do_bench_cudagraph
 
     launch = launches(prefix, dtype, head_dim, size_m, extras)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = [m for m in (16, 32, 64, 128) if m < 2 * size_m]
+    widths = (32, 64, 128) if dtype.itemsize == 2 else (16, 32, 64)
+    choices = (tiles, widths, (4, 8), (1, 2, 3, 4), (processors, 2 * processors, 4 * processors))
     timed = []
-    for config in candidates(dtype, size_m):
+    for config in itertools.starmap(AttentionConfig, itertools.product(*choices)):
         kernels = compile_launches(launch(config, "meta"), arch)
         if not any(gate(facts(kernel, arch)) for _, kernel in kernels):
             timed.append((1000 * do_bench_cudagraph(launch(config, "cuda"), return_mode="median"), config))
@@ -74,14 +78,6 @@ def best_entry(arch: int, prefix: int, dtype: torch.dtype, head_dim: int, size_m
         **asdict(config),
         "measured_on": torch.cuda.get_device_name(),
     }
-
-
-def candidates(dtype: torch.dtype, size_m: int) -> list[AttentionConfig]:
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    tiles = [m for m in (16, 32, 64, 128) if m < 2 * size_m]
-    widths = (32, 64, 128) if dtype.itemsize == 2 else (16, 32, 64)
-    choices = itertools.product(tiles, widths, (4, 8), (1, 2, 3, 4), (processors, 2 * processors, 4 * processors))
-    return [AttentionConfig(*choice) for choice in choices]
 
 
 def launches(

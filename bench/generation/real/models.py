@@ -148,7 +148,9 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
     packed = None if gguf is None else from_gguf(gguf, dtype=dtype)
     if packed is not None:
         packed.generation_config = copy.deepcopy(target.generation_config)
-    return Real(name, target, tokenizer, place, gguf, _ends(target), packed, small, tokenizers, drafts)
+    end = target.generation_config.eos_token_id
+    ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
+    return Real(name, target, tokenizer, place, gguf, ends, packed, small, tokenizers, drafts)
 
 
 def _tokenizers(tokenizer: PreTrainedTokenizerBase, draft: str) -> dict[str, Any]:
@@ -166,8 +168,3 @@ def bits_of(packed: PreTrainedModel) -> float:
     """Bits a weight of its matrices."""
     matrices = [module.matrix for module in packed_in(packed)]
     return 8 * sum(matrix.nbytes for matrix in matrices) / sum(matrix.shape.numel() for matrix in matrices)
-
-
-def _ends(model: PreTrainedModel) -> tuple[int, ...]:
-    end = model.generation_config.eos_token_id
-    return () if end is None else (end,) if isinstance(end, int) else tuple(end)
