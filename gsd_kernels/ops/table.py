@@ -7,6 +7,7 @@ Triton compute take the operator's arguments, which are the line's; a row's ``fl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import Parameter, signature
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..backends import resolve
 from ..compiled import NAMESPACE, tell_line
 from ..config import MAX_CONTEXT
-from .launching import device_of, launching_op
 from .line import Line
 
 Function = Callable[..., Any]
@@ -42,6 +43,15 @@ def all_ops() -> dict[str, Op]:
     for room in (path.parent.name for path in Path(__file__).parent.glob("*/api.py")):
         import_module(f"{__package__}.{room}")
     return OPS
+
+
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    """Where an op's tensors lie: the first one among its arguments, or in a record."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            return value.device
+    record = arguments[0]
+    return record.device if hasattr(record, "device") else record.tensors()[0].device
 
 
 def same(*arguments: Any) -> tuple[Any, ...]:
@@ -103,8 +113,8 @@ class Op:
         functions = {"cpu": self.compiled, "cuda": self.compiled, "reference": reference, **(own or {})}
         if "triton" in ranked and "triton" not in functions:
             written = [part.name for part in self.line.arguments if part.written]
-            self.kernel = launching_op(f"{NAMESPACE}::triton_{name}", mutates_args=written, schema=self.line.schema)(
-                self._launch
+            self.kernel = torch.library.custom_op(
+                f"{NAMESPACE}::triton_{name}", self._launch, mutates_args=written, schema=self.line.schema
             )
             self.kernel.register_fake(self.fake)
             functions["triton"] = self.launched
@@ -172,9 +182,15 @@ class Op:
         return self._made(self.kernel(*self.flat(*arguments)))
 
     def _launch(self, *arguments: Any) -> Any:
-        """The launch itself; importing an op imports no triton."""
-        kernels = import_module(f"{self.reference.__module__.rpartition('.')[0]}.triton")
-        results = getattr(kernels, self.name)(*arguments)
+        """The launch itself, on the GPU of the tensors; importing an op imports no triton.
+
+        Triton launches on the thread's current device and stream, which need not be those of the tensors: a model on
+        the second GPU would fail, or race with the stream that wrote its tensors. PyTorch's own operators, and the
+        compiled ones, switch by themselves.
+        """
+        kernels, device = import_module(f"{self.reference.__module__.rpartition('.')[0]}.triton"), device_of(arguments)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            results = getattr(kernels, self.name)(*arguments)
         return results.tensors() if hasattr(results, "tensors") else results
 
     def _without_content(self, *arguments: Any) -> Any:
