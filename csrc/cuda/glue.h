@@ -6,7 +6,6 @@
 #include <string>
 
 #include "../torch_ops/op.h"
-#include "errors.h"
 #include "launch.h"
 
 #ifndef USE_CUDA

@@ -17,6 +17,10 @@
 
 namespace gsd {
 
+// The runtime keeps a call's error until somebody asks, and whoever asks after the next launch takes it for that one's. So
+// whoever reports an error, or goes on without what failed, drops it.
+void drop_error();
+
 // The work of a group on each of `batch` sequences, by a thread block each, in one launch.
 template <class Args, class Sizes>
 int launch_sequences(const Each<Args>& all, const Sizes& sizes, int64_t batch, void* stream);

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "choose.h"
-#include "errors.h"
 #include "kernel_facts.h"
+#include "launch.h"
 #include "rows.h"
 #include "rows_boxes.h"
 #include "warpgroup_machine.h"

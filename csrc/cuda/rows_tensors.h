@@ -70,15 +70,9 @@ class RowsTensors {
 
  private:
   static RowsKind kind_of(const char* name, int64_t number) {
-    const RowsKind kind = static_cast<RowsKind>(number);
-    switch (kind) {
-      case RowsKind::kDense:
-      case RowsKind::kQ8_0:
-      case RowsKind::kInt8:
-      case RowsKind::kUint8:
-      case RowsKind::kInt4:
-      case RowsKind::kInt4Offset:
-        return kind;
+    using Kinds = RowsKind;
+    for (const Kinds kind : {Kinds::kDense, Kinds::kQ8_0, Kinds::kInt8, Kinds::kUint8, Kinds::kInt4, Kinds::kInt4Offset}) {
+      if (static_cast<int64_t>(kind) == number) return kind;
     }
     STD_TORCH_CHECK(false, name, ": packed weights of kind ", number, " are not multiplied on a GPU");
   }

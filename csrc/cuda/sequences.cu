@@ -6,6 +6,8 @@
 
 namespace gsd {
 
+void drop_error() { (void)cudaGetLastError(); }
+
 constexpr int kBlockThreads = 256;
 
 // Threads of a block at most, and blocks that a multiprocessor is to have: unsaid, ptxas takes fewer registers, and spills.
