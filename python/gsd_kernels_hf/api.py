@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -241,10 +241,10 @@ class Patch(threading.local):
 
     def __repr__(self) -> str:
         """Say what is kept, in one line."""
-        kind, idle = type(self.model).__name__, self.engines.idle
+        kind = type(self.model).__name__
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"
-        count = len(idle.sessions)
+        count = len(self.engines.sessions)
         texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
         copied = copied_bytes(self.model)
@@ -356,20 +356,13 @@ def patch(model: PreTrainedModel, **options: Any) -> Patch:
     with _lock:  # of two threads one finds the other's
         there = handle_of(inner)
         if there is not None:
-            if _same(there.options, options):  # a notebook's cell, run again
-                return there
+            with suppress(RuntimeError):  # of tensors, which cannot be compared as a whole, but are if they are one
+                if there.options == options:  # a notebook's cell, run again
+                    return there
             raise ValueError("model: already patched with other options; give these to a call, or unpatch(model) first")
         vars(inner).update(zip(_PATCHED, (handle, accelerated, accelerated.reduce_model), strict=True))
     let_go_of_unpatched(inner)
     return handle
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether options are the same; tensors, which cannot be compared as a whole, are if they are one object."""
-    try:
-        return one == other
-    except RuntimeError:
-        return False
 
 
 def unpatch(model: PreTrainedModel) -> None:

@@ -99,7 +99,7 @@ def hooked(target, handle):
 LEAVING = {
     "clear": lambda target, handle: handle.clear(),
     "unpatch": lambda target, handle: gsd.unpatch(target),
-    "evicted": lambda target, handle: handle.engines.idle.keep_only([]),
+    "evicted": lambda target, handle: handle.engines.let_go(),
     "another structure": hooked,
 }
 
@@ -130,7 +130,7 @@ def test_memory_comes_back_at_once(name, how, objects):
 
 
 def kept(target):
-    return engines_of(target).idle.sessions
+    return engines_of(target).sessions
 
 
 CALLS = {

@@ -310,7 +310,7 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
         more = torch.tensor([[7, 9, 11]])
         asked = torch.cat([text, more], 1), text, torch.cat([text[:, :25], more], 1)
         found = [ask(target, ids, tokens=20) for ids in asked]
-        reused = [session.target.reused for session in handle.engines.idle.sessions]
+        reused = [session.target.reused for session in handle.engines.sessions]
     assert reused == [0], "the last prompt left the text in the middle"
     for ids, answer in zip(asked, found, strict=True):
         assert torch.equal(answer, ask(target, ids, tokens=20))
@@ -367,5 +367,5 @@ def test_nothing_of_an_image_is_left_for_another_call(name, caplog):
             why = handle.stats.why
             assert (f"{tiny_vision.IMAGE}], which is no word" in why) if call is ends else why is None, (number, why)
         assert handle.stats.steps < SHORT["max_new_tokens"], "the history has seen this image's text"
-        reused = [session for session in handle.engines.idle.sessions if session.key.axes is not None]
+        reused = [session for session in handle.engines.sessions if session.key.axes is not None]
         assert reused and all(session.target.inputs is None for session in reused), "pixels are not kept"

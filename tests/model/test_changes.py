@@ -452,7 +452,7 @@ def test_frequencies_changed_in_place_are_read_anew_once(dtype):
             turned.model.rotary_emb.inv_freq.mul_(3.0)
         after, again = (model.generate(PROMPT, **OPTIONS) for _ in range(2))
         assert handle.stats.why_modules is None and not torch.equal(after, before)
-        assert torch.equal(after, again) and all(session.target.reused for session in handle.engines.idle.sessions)
+        assert torch.equal(after, again) and all(session.target.reused for session in handle.engines.sessions)
     assert torch.equal(after, gsd.generate(fresh, PROMPT, **drafts, **OPTIONS))
 
 

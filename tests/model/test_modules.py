@@ -66,7 +66,7 @@ def test_a_stacked_cache_writes_the_same_text(fused, monkeypatch):
         with gsd.patch(target, assistant_model=noised(target), graph_config="graph") as handle:
             short = target.generate(**prompts(2, 9), max_new_tokens=10, **ending)
             long = target.generate(**prompts(2, 250), max_new_tokens=20, **ending)
-            (session,) = handle.engines.idle.sessions
+            (session,) = handle.engines.sessions
             assert (session.target.cache.block is not None) == stacks and session.capacity > 256
         texts.append((short.tolist(), long.tolist()))
     assert texts[0] == texts[1]

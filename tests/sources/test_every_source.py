@@ -83,7 +83,7 @@ def test_a_chats_next_turn_drafts_as_a_new_call_does(name, tmp_path):
         for reuse in (True, False):
             drafts.clear()
             text = target.generate(turn, attention_mask=torch.ones_like(turn), reuse_prefix=reuse, **options)
-            (session,) = handle.engines.idle.sessions
+            (session,) = handle.engines.sessions
             assert (session.target.reused > 0) == reuse
             found.append((text, list(drafts)))
     assert torch.equal(found[0][0], found[1][0])

@@ -198,7 +198,7 @@ def test_a_corpus_serves_a_patched_model_with_one_mapping_for_all_sessions(targe
     with gsd.patch(target, draft_sources=sources, graph_config=MIXED) as handle:
         for _ in range(2):
             assert torch.equal(target.generate(**inputs, **GREEDY), plain)
-        copied = [s for session in handle.engines.idle.sessions for s in session.mixer.sources if s.name == "corpus"]
+        copied = [s for session in handle.engines.sessions for s in session.mixer.sources if s.name == "corpus"]
         assert copied and all(s is not corpus and s.index is corpus.index for s in copied)
     assert not hasattr(corpus, "state"), "sessions work on copies"
 

@@ -119,57 +119,6 @@ def _exchanged(value: Any, exchange: Callable[[Any], Any]) -> Any:
     return dict(zip(value, others, strict=True)) if type(value) is dict else type(value)(others)
 
 
-class Idle:
-    """Sessions that wait for a call: of all engines of a target, at most :data:`MOST_SESSIONS`.
-
-    Args:
-        weakly: outside a patch. Sessions are kept for their captured steps, one an engine, and keep no model alive.
-    """
-
-    def __init__(self, *, weakly: bool = False) -> None:
-        self.weakly = weakly
-        self._kept: list[tuple[Engine, Parked]] = []  # the most recently used last
-        self._lock = forkable_lock()
-
-    def take(
-        self, engine: Engine, key: SessionKey, request: Request, states: Mapping[str, ModelState]
-    ) -> Session | None:
-        """Take a session of this engine and key whose models have the structure they had; of several that which holds
-        most of the prompt. The engine's sessions of another structure go."""
-        structure = {name: state.structure for name, state in states.items()}
-
-        def fits(session: Session) -> bool:
-            return {name: state.structure for name, state in session.models.items()} == structure
-
-        with self._lock:
-            waiting = [(owner, parked, parked.session) for owner, parked in self._kept]
-            here = [entry for entry in waiting if entry[2] is not None and (entry[0] is not engine or fits(entry[2]))]
-            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.key == key]
-            best = max(fitting, key=lambda entry: entry[1].holds(request))[0] if fitting else None
-            self._kept = [(owner, parked) for owner, parked, _ in here if parked is not best]
-            return None if best is None else best.resume()
-
-    def add(self, engine: Engine, session: Session, objects: Sequence[Any]) -> None:
-        """Keep a session, unless its engine was forgotten meanwhile; ``objects``: what it was made for."""
-        if self.weakly and session.captured is None:
-            return  # there is nothing in it that a new one would not have
-        with self._lock:
-            if not engine.ended:
-                others = [entry for entry in self._kept if not (self.weakly and entry[0] is engine)]
-                parked = Parked(session, objects if self.weakly else ())
-                self._kept = [*others, (engine, parked)][-MOST_SESSIONS:]
-
-    def keep_only(self, engines: Sequence[Engine]) -> None:
-        """Let go of the sessions of all other engines."""
-        with self._lock:
-            self._kept = [entry for entry in self._kept if any(entry[0] is engine for engine in engines)]
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The sessions, the most recently used last."""
-        return [session for session in (parked.session for _, parked in self._kept) if session is not None]
-
-
 class Engine:
     """Sessions and statistics of one target with one set of sources and one criterion.
 
@@ -181,13 +130,12 @@ class Engine:
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
         criterion: which drafted tokens are accepted.
-        idle: where sessions wait for later calls.
+        engines: of the target, where sessions wait for later calls.
     """
 
-    def __init__(self, parts: Sequence[Any], criterion: object, idle: Idle) -> None:
+    def __init__(self, parts: Sequence[Any], criterion: object, engines: Engines) -> None:
         self.parts = [weakref.ref(part) for part in parts]
-        self.criterion, self.idle = criterion, idle
-        self.ended = False  # forgotten, by a thread that may be another one than a call's
+        self.criterion, self.engines = criterion, engines
         self.statistics: dict[bool, Statistics] = defaultdict(Statistics)  # by whether tokens are sampled
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
@@ -214,7 +162,8 @@ class Engine:
         prompt, most = request.prompt_length, request.prompt_length + request.room + key.slots
         capacity = room_to_begin(prompt, key.slots, request.room, request.device)
         own = [copy.copy(source) for source in sources]
-        if self.idle.weakly and not replay.is_gpu(request.device):
+        keeps_sessions = self.engines.keeps_sessions
+        if not keeps_sessions and not replay.is_gpu(request.device):
             return Session(key, request.facts, capacity, own), False
         capacity = rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
@@ -222,7 +171,7 @@ class Engine:
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
         others = [m for m in request.sources.forwarded if not any(m is module for module in modules.values())]
         states |= {f"forwarded {number}": ModelState.built(module) for number, module in enumerate(others)}
-        session, current = self.idle.take(self, key, request, states), False
+        session, current = self.engines.take(self, key, request, states), False
         if session is None:
             session = Session(key, request.facts, capacity, own)
         else:
@@ -231,7 +180,7 @@ class Engine:
             changed = [modules[name] for name, state in states.items() if session.models[name] != state]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
             drafts = request.options.drafts
-            current = not self.idle.weakly and all(any(module is draft for draft in drafts) for module in changed)
+            current = keeps_sessions and all(any(module is draft for draft in drafts) for module in changed)
             session.forget(changed)
         session.models = states
         return session, current
@@ -249,17 +198,19 @@ class Engine:
         statistics.weights = {**statistics.weights, **learned}
         if automatic:
             statistics.retention.observe(session.mixer.every, statistics.weights, steps)
-        if self.ended:
+        if self not in self.engines:  # any more: another thread may forget it
             session.memory = None  # what was forgotten meanwhile stays so
         request = session.request
         parts = [part() for part in self.parts]
         objects = [one for one in (*request.models.values(), request.sources.drafter, *parts) if one is not None]
         session.end()
-        self.idle.add(self, session, objects)
+        self.engines.add(self, session, objects)
 
 
 class Engines:
-    """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
+    """The engines of one target, by sources and criterion, at most :data:`MOST_ENGINES`, and sessions that wait.
+
+    Of these there are :data:`MOST_SESSIONS`; without ``keeps_sessions`` one an engine, which keeps no model alive.
 
     Args:
         keeps_sessions: whether caches, with all that a text left there, and drafts are kept for later calls; else
@@ -271,10 +222,10 @@ class Engines:
     """
 
     def __init__(self, *, keeps_sessions: bool = False, memory: HistoryMemory | None = None) -> None:
-        self.idle = Idle(weakly=not keeps_sessions)
-        self.memory = memory
+        self.keeps_sessions, self.memory = keeps_sessions, memory
         self.learner: Any = None
         self._engines: list[Engine] = []
+        self._waiting: list[tuple[Engine, Parked]] = []  # the most recently used last
         self._lock = forkable_lock()
 
     def of(self, sources: Sources) -> Engine:
@@ -283,7 +234,7 @@ class Engines:
         with self._lock:
             engine = next((e for e in self._engines if e.serves(parts, criterion)), None)
             if engine is None:
-                engine = Engine(parts, criterion, self.idle)
+                engine = Engine(parts, criterion, self)
             living = [e for e in self._engines if all(part() is not None for part in e.parts)]
             others = [e for e in living if e is not engine]
             self._keep([*others, engine][-MOST_ENGINES:])
@@ -299,19 +250,55 @@ class Engines:
         if self.memory is not None:
             self.memory.clear()
 
+    def take(
+        self, engine: Engine, key: SessionKey, request: Request, states: Mapping[str, ModelState]
+    ) -> Session | None:
+        """Take a session of this engine and key whose models have the structure they had; of several that which holds
+        most of the prompt. The engine's sessions of another structure go."""
+        structure = {name: state.structure for name, state in states.items()}
+
+        def fits(session: Session) -> bool:
+            return {name: state.structure for name, state in session.models.items()} == structure
+
+        with self._lock:
+            waiting = [(owner, parked, parked.session) for owner, parked in self._waiting]
+            here = [entry for entry in waiting if entry[2] is not None and (entry[0] is not engine or fits(entry[2]))]
+            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.key == key]
+            best = max(fitting, key=lambda entry: entry[1].holds(request))[0] if fitting else None
+            self._waiting = [(owner, parked) for owner, parked, _ in here if parked is not best]
+            return None if best is None else best.resume()
+
+    def add(self, engine: Engine, session: Session, objects: Sequence[Any]) -> None:
+        """Keep a session, unless its engine was forgotten meanwhile; ``objects``: what it was made for."""
+        if not self.keeps_sessions and session.captured is None:
+            return  # there is nothing in it that a new one would not have
+        with self._lock:
+            if engine in self:
+                others = [entry for entry in self._waiting if self.keeps_sessions or entry[0] is not engine]
+                parked = Parked(session, () if self.keeps_sessions else objects)
+                self._waiting = [*others, (engine, parked)][-MOST_SESSIONS:]
+
     def _keep(self, engines: list[Engine]) -> None:
-        for engine in self._engines:
-            engine.ended = not any(engine is kept for kept in engines)
         self._engines = engines
-        self.idle.keep_only(engines)
+        self._waiting = [entry for entry in self._waiting if entry[0] in engines]
+
+    def let_go(self) -> None:
+        """Let go of the sessions that wait."""
+        with self._lock:
+            self._waiting = []
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
 
     @property
+    def sessions(self) -> list[Session]:
+        """The sessions that wait, the most recently used last."""
+        return [session for session in (parked.session for _, parked in self._waiting) if session is not None]
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the caches of sessions that wait for a call."""
-        return sum(session.cache_bytes for session in self.idle.sessions)
+        return sum(session.cache_bytes for session in self.sessions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Engines, ()  # a copied or pickled model starts anew
@@ -332,4 +319,4 @@ def let_go_of_unpatched(model: Any) -> None:
     with _lock:
         engines = _unpatched.get(model)
     if engines is not None:
-        engines.idle.keep_only([])
+        engines.let_go()
