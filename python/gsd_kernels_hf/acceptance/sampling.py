@@ -95,15 +95,10 @@ def is_row_wise(processor: LogitsProcessor) -> bool:
     return shipped and kind.__name__ in (*ROW_WISE, *PLACED) and kind is getattr(logits_process, kind.__name__)
 
 
-def is_placed(processor: LogitsProcessor) -> bool:
-    """Return whether a row-wise processor has something of every sequence, the length of its padding for example."""
-    by_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-    return by_row or type(processor).__name__ in PLACED
-
-
 def processed(processor: LogitsProcessor, group: list[int], batch: int, history: Tensor, scores: Tensor) -> Tensor:
     """The scores [n, V] of a group of a batch's sequences, all or one, with their texts [n, L], after a processor."""
-    if len(group) < batch and is_placed(processor):
+    by_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)  # by the length of its padding
+    if len(group) < batch and (by_row or type(processor).__name__ in PLACED):
         (b,) = group
         return processor(history.expand(batch, -1), scores.expand(batch, -1))[b : b + 1]
     return processor(history, scores)

@@ -125,7 +125,9 @@ class Sources:
     def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:
         named = {}
         for source in self.every:
-            models = models_of(source)
+            # Language models of transformers: an encoder has no output matrix.
+            models = [m for m in source.forwards if isinstance(m, PreTrainedModel)]
+            models = [m for m in models if m.get_output_embeddings() is not None]
             name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
             if border.is_own(source) and any(model is draft for model in models for draft in self.options.drafts[1:]):
                 name = source.name.replace("model", "assistant_model", 1)
@@ -179,11 +181,6 @@ def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -
     elif options.reference_ids is not None:
         raise ValueError(NO_HISTORY)
     return sources
-
-
-def models_of(source: DraftSource) -> list[PreTrainedModel]:
-    """Of what a source forwards, the language models of transformers; an encoder has no output matrix."""
-    return [m for m in source.forwards if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
 
 
 def check_names(given: Iterable[str], model: PreTrainedModel) -> None:

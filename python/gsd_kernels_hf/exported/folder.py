@@ -93,7 +93,10 @@ def custom_generate(
     """
     inner = properties.unwrap(model)
     with _lock:
-        reason = _take_over(inner, folder_code) if _overridden(inner, folder_code) else None
+        # Whether the model's generate is what transformers made of the folder's when it loaded the model.
+        function = getattr(vars(inner).get("generate"), "func", None)
+        loaded = folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
+        reason = _take_over(inner, folder_code) if loaded else None
     if reason is not None:
         logger.warning("transformers' own generate serves this model: %s", reason)
         return type(inner).generate(inner, inputs, **theirs(by_name(args, kwargs), reason, None))
@@ -103,12 +106,6 @@ def custom_generate(
     place = Path(inner.config.name_or_path)
     options = _loaded(inner, place) if (place / FILE).is_file() else {}
     return generate(inner, inputs, **with_defaults(options, by_name(args, kwargs)))
-
-
-def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
-    """Return whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
-    function = getattr(vars(model).get("generate"), "func", None)
-    return folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
 
 
 def _take_over(model: PreTrainedModel, folder_code: str | None) -> str | None:
