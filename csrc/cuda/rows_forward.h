@@ -94,61 +94,56 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
-    const int embedded = stores() ? 0 : d.hidden;  // 0: no residual
-    int error = reads_features() ? launch(pair(memory))
-                                 : launch(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, embedded,
-                                                          once(memory)});
-    if (stores()) return error != 0 ? error : store(memory, launch);
-    if (error == 0 && projects()) error = launch(before(projection(memory), qkv(d.layers[0], nullptr)));
-    for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
+    Launches<Launch> launches{launch};
+    if (reads_features()) {
+      launches(pair(memory));
+    } else {  // without a residual where keys and values are stored alone
+      launches(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, stores() ? 0 : d.hidden, once(memory)});
+    }
+    if (projects()) launches(before(projection(memory), qkv(d.layers[0], nullptr)));
+    for (size_t l = 0; l < d.layers.size() && launches.error == 0; l++) {
       const RowsLayer& layer = d.layers[l];
       const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0 && d.normed == nullptr;
-      error = store_keys(layer, ends, memory, launch);
-      if (error != 0 || ends) continue;
-      const RowsProduct next = !last ? qkv(d.layers[l + 1], nullptr) : d.keep > 0 ? output(nullptr) : RowsProduct{};
-      error = finish_layer(layer, next, memory, launch);
+      const RowsProduct behind = !last ? qkv(d.layers[l + 1], nullptr) : d.keep > 0 ? output(nullptr) : RowsProduct{};
+      if (!layer.paired && !stores()) {
+        RowsNorm norm = norm_of(layer.input_norm, memory);
+        norm.copy = layer.state;
+        launches(norm);
+      }
+      project(layer, stores() ? behind : ends ? RowsProduct{} : o(layer, nullptr), memory, launches);
+      if (!stores() && !ends) finish_layer(layer, behind, memory, launches);
     }
-    if (error == 0 && d.normed != nullptr) {
+    if (d.normed != nullptr) {
       RowsNorm every = norm_of(d.final_norm, memory);
       every.exact = d.normed;
-      error = launch(every);
+      launches(every);
     }
-    if (error != 0 || d.keep == 0) return error;
+    if (d.keep == 0) return launches.error;
     RowsNorm norm = norm_of(d.final_norm, memory);
     norm.keep = d.keep;
     norm.exact = d.last, norm.copy = d.state;
     norm.marks = d.spoiled;  // so that a marked row's logits are NaN
-    error = launch(norm);
-    return error != 0 ? error : launch(output(memory));
+    launches(norm), launches(output(memory));
+    return launches.error;
   }
 
  private:
+  // None behind the first that fails.
   template <class Launch>
-  int store(char* memory, Launch& launch) const {
+  struct Launches {
+    Launch& launch;
     int error = 0;
-    for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
-      const bool last = l + 1 == d.layers.size();
-      error = project(d.layers[l], last ? RowsProduct{} : qkv(d.layers[l + 1], nullptr), memory, launch);
+    template <class... Args>
+    void operator()(const Args&... args) {
+      if (error == 0) error = launch(args...);
     }
-    return error;
-  }
-
-  template <class Launch>
-  int store_keys(const RowsLayer& layer, bool ends, char* memory, Launch& launch) const {
-    int error = 0;
-    if (!layer.paired) {
-      RowsNorm norm = norm_of(layer.input_norm, memory);
-      norm.copy = layer.state;
-      error = launch(norm);
-    }
-    return error != 0 ? error : project(layer, ends ? RowsProduct{} : o(layer, nullptr), memory, launch);
-  }
+  };
 
   // Queries, keys and values; `next`: the product behind it.
   template <class Launch>
-  int project(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
-    const int error = launch(before(qkv(layer, memory), next));
-    return error != 0 || turned(layer) ? error : launch(turn(layer, memory));
+  void project(const RowsLayer& layer, const RowsProduct& next, char* memory, Launches<Launch>& launches) const {
+    launches(before(qkv(layer, memory), next));
+    if (!turned(layer)) launches(turn(layer, memory));
   }
 
   // Whether the product of q, k and v ends with their heads turned: packed matrices have tiles of half a head of 128, and
@@ -160,27 +155,25 @@ class RowsForward {
   }
 
   template <class Launch>
-  int finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
-    int error = attend(layer, memory, launch);
-    if (error == 0) error = launch(before(o(layer, memory), gated(layer, nullptr)));
-    if (error == 0) error = launch(norm_of(layer.second_norm, memory));
-    if (error == 0) error = launch(before(gated(layer, memory), down(layer, nullptr)));
-    return error != 0 ? error : launch(before(down(layer, memory), next));
+  void finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launches<Launch>& launches) const {
+    attend(layer, memory, launches);
+    launches(before(o(layer, memory), gated(layer, nullptr)));
+    launches(norm_of(layer.second_norm, memory));
+    launches(before(gated(layer, memory), down(layer, nullptr)));
+    launches(before(down(layer, memory), next));
   }
 
   // Pieces follow each other, in one memory for their states. It changes no bit.
   template <class Launch>
-  int attend(const RowsLayer& layer, char* memory, Launch& launch) const {
+  void attend(const RowsLayer& layer, char* memory, Launches<Launch>& launches) const {
     const PathAttentionSizes most = piece();
-    int error = 0;
-    for (int batch = 0; batch < d.batch && error == 0; batch += most.batch) {
-      for (int row = 0; row < d.rows && error == 0; row += most.rows) {
+    for (int batch = 0; batch < d.batch; batch += most.batch) {
+      for (int row = 0; row < d.rows; row += most.rows) {
         PathAttentionSizes sizes = most;
         sizes.batch = min_int(most.batch, d.batch - batch), sizes.rows = min_int(most.rows, d.rows - row);
-        error = launch(attention(layer, memory, batch, row), sizes);
+        launches(attention(layer, memory, batch, row), sizes);
       }
     }
-    return error;
   }
 
   // What attends at a time: all sequences, or some; where states of one are too many, some rows of it.
