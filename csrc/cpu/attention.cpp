@@ -71,8 +71,8 @@ void dag_attention(Arguments& in) {
 
 // One row of a cache, finite: NaN becomes 0, infinities the largest values. Integers, so no rule of a float unit enters.
 // Returns whether one was not.
-template <class Int>
-bool copy_finite(const char* from, int64_t step, char* to, int64_t width, Int infinity) {
+template <class Int, Int infinity>
+bool copy_finite(const char* from, int64_t step, char* to, int64_t width) {
   constexpr Int kMagnitude = static_cast<Int>(~(Int{1} << (8 * sizeof(Int) - 1)));
   const Int* source = reinterpret_cast<const Int*>(from);
   Int* target = reinterpret_cast<Int*>(to);
@@ -94,6 +94,12 @@ void write_kv(Arguments& in) {
     const CacheTensor to = cache_tensor(cache, batch);
     STD_TORCH_CHECK(from.scalar_type() == cache.scalar_type(), "k, v: expected the cache's dtype");
     const ScalarType dtype = cache.scalar_type();
+    const auto copy = dtype == ScalarType::Half       ? copy_finite<uint16_t, 0x1F << 10>
+                      : dtype == ScalarType::BFloat16 ? copy_finite<uint16_t, 0xFF << 7>
+                      : dtype == ScalarType::Float    ? copy_finite<uint32_t, 0xFFu << 23>
+                      : dtype == ScalarType::Double   ? copy_finite<uint64_t, 0x7FFull << 52>
+                                                      : nullptr;
+    STD_TORCH_CHECK(copy != nullptr, "k_cache: expected a float dtype");
     const int64_t size = static_cast<int64_t>(cache.element_size()), width = cache.size(3);
     for (int64_t i = 0; i < batch * rows; i++) {
       STD_TORCH_CHECK(position[i] >= 0 && position[i] < to.slots, "positions: ", position[i],
@@ -103,18 +109,7 @@ void write_kv(Arguments& in) {
                              (i / rows * from.stride(0) + h * from.stride(1) + i % rows * from.stride(2)) * size;
         char* target = to.data + i / rows * to.batch_stride + h * to.head_stride + position[i] * to.slot_stride;
         const int64_t step = width > 1 ? from.stride(3) : 1;
-        bool changed = false;
-        if (dtype == ScalarType::Half) {
-          changed = copy_finite<uint16_t>(source, step, target, width, 0x1F << 10);
-        } else if (dtype == ScalarType::BFloat16) {
-          changed = copy_finite<uint16_t>(source, step, target, width, 0xFF << 7);
-        } else if (dtype == ScalarType::Float) {
-          changed = copy_finite<uint32_t>(source, step, target, width, 0xFFu << 23);
-        } else {
-          STD_TORCH_CHECK(dtype == ScalarType::Double, "k_cache: expected a float dtype");
-          changed = copy_finite<uint64_t>(source, step, target, width, 0x7FFull << 52);
-        }
-        if (changed && marks != nullptr) marks[i] = NAN;
+        if (copy(source, step, target, width) && marks != nullptr) marks[i] = NAN;
       }
     }
   }

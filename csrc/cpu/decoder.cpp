@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 namespace gsd {
 namespace {
@@ -91,7 +90,7 @@ void Decoder::project_pairs(const Projection& projection, const Features& featur
 void Decoder::store_features(const std::vector<DecoderLayer>& layers, const Matrix& features) {
   for (int64_t m = 0; m < count(); m++) read_row(features, m, x_.data() + m * s_.hidden, s_.hidden);
   for (const DecoderLayer& layer : layers) {
-    pack(x_.data(), count(), s_.hidden, {&layer.k, &layer.v});
+    pack(x_.data(), s_.hidden, {&layer.k, &layer.v});
     project_heads(layer, false);
     turn_and_store(layer, false);
   }
@@ -105,11 +104,11 @@ void Decoder::forward_packed(const DecoderLayer& layer, int64_t keep) {
   keep_last(keep);
   if (keep == 0) return;
   attend(layer);
-  pack(attended_.data(), count(), s_.q_size(), {&layer.o});
+  pack(attended_.data(), s_.q_size(), {&layer.o});
   project_and_add(layer.o);
   norm_and_pack(layer.second_norm, {&layer.gate, &layer.up});
   feed_forward(layer);
-  pack(inner_.data(), count(), s_.inner, {&layer.down});
+  pack(inner_.data(), s_.inner, {&layer.down});
   project_and_add(layer.down);
 }
 
@@ -128,62 +127,52 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, flo
   const int64_t kept = count();
   if (kept == 0) return;
   norm_state(norm, normed);
-  pack(normed, kept, s_.hidden, {&head});
+  pack(normed, s_.hidden, {&head});
   const char* packed = packed_[static_cast<int>(form_of(head.weights.kind))].data();
   share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
     multiply_rounded(kernels_, element_, head.weights, packed, kept, begin, end, element, logits, head.outputs());
   });
 }
 
-void Decoder::make_room(int64_t rows, int64_t k, Readers readers) {
+// Rows of x in every form that one of the readers has, once; before(m) makes row m.
+template <class Before>
+void Decoder::pack(const float* x, int64_t k, Readers readers, const Before& before) {
+  bool wanted[kRowForms] = {};
   for (const Projection* p : readers) {
     const RowForm form = form_of(p->weights.kind);
-    packed_[static_cast<int>(form)].make_room((rows + kRowBlock) * packed_row_bytes(kernels_, element_, form, k));
+    wanted[static_cast<int>(form)] = true;
+    packed_[static_cast<int>(form)].make_room((count() + kRowBlock) * packed_row_bytes(kernels_, element_, form, k));
   }
+  share_rows(team_, count(), k, kernel_.group, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) before(m);
+    for (int form = 0; form < kRowForms; form++) {
+      if (wanted[form]) pack_rows(kernels_, element_, static_cast<RowForm>(form), x, k, first, last, k, packed_[form].data());
+    }
+  });
 }
 
-// In every form that one of the readers has, once.
-void Decoder::pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers) {
-  bool packed[kRowForms] = {};
-  for (const Projection* p : readers) {
-    const RowForm form = form_of(p->weights.kind);
-    if (std::exchange(packed[static_cast<int>(form)], true)) continue;
-    gsd::pack_rows(kernels_, element_, form, x, k, first, last, k, packed_[static_cast<int>(form)].data());
-  }
+void Decoder::pack(const float* x, int64_t k, Readers readers) {
+  pack(x, k, readers, [](int64_t) {});
 }
 
 void Decoder::norm_and_pack(const std::vector<float>& norm, Readers readers) {
-  make_room(count(), s_.hidden, readers);
-  share_rows(team_, count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) {
-      rms_norm(x_.data() + m * s_.hidden, norm.data(), s_.eps, added_.data() + m * s_.hidden, s_.hidden);
-    }
-    pack_rows(added_.data(), first, last, s_.hidden, readers);
+  pack(added_.data(), s_.hidden, readers, [&](int64_t m) {
+    rms_norm(x_.data() + m * s_.hidden, norm.data(), s_.eps, added_.data() + m * s_.hidden, s_.hidden);
   });
 }
 
 void Decoder::pair_and_pack(const Features& features, Readers readers) {
   const int64_t hidden = s_.hidden, width = 2 * hidden;
-  make_room(count(), width, readers);
   Lines<float> pairs;
   pairs.make_room(count() * width);
-  share_rows(team_, count(), width, kernel_.group, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) {
-      float *x = x_.data() + m * hidden, *pair = pairs.data() + m * width;
-      float *token = pair + (features.first ? hidden : 0), *feature = pair + (features.first ? 0 : hidden);
-      rms_norm(x, features.token_norm.data(), s_.eps, token, hidden);
-      read_row(features.rows, m, x, hidden);
-      rms_norm(x, features.norm.data(), s_.eps, feature, hidden);
-      if (features.normed_residual) std::copy_n(feature, hidden, x);
-    }
-    pack_rows(pairs.data(), first, last, width, readers);
+  pack(pairs.data(), width, readers, [&](int64_t m) {
+    float *x = x_.data() + m * hidden, *pair = pairs.data() + m * width;
+    float *token = pair + (features.first ? hidden : 0), *feature = pair + (features.first ? 0 : hidden);
+    rms_norm(x, features.token_norm.data(), s_.eps, token, hidden);
+    read_row(features.rows, m, x, hidden);
+    rms_norm(x, features.norm.data(), s_.eps, feature, hidden);
+    if (features.normed_residual) std::copy_n(feature, hidden, x);
   });
-}
-
-void Decoder::pack(const float* x, int64_t rows, int64_t k, Readers readers) {
-  make_room(rows, k, readers);
-  share_rows(team_, rows, k, kernel_.group,
-             [&](int64_t first, int64_t last) { pack_rows(x, first, last, k, readers); });
 }
 
 // Outputs begin … end − 1 of the packed rows, with their bias: out[r · out_stride + n − begin].
@@ -228,29 +217,24 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
 
 // Queries turned, keys turned and stored, values stored.
 void Decoder::turn_and_store(const DecoderLayer& layer, bool queries) {
+  const int64_t half = s_.head_dim / 2;
+  const auto turn = [&](float* x, const std::vector<float>& norm, int64_t row) {
+    if (!norm.empty()) rms_norm(x, norm.data(), s_.eps, x, s_.head_dim);
+    rotate(x, s_.head_dim, cos_.data() + row * half, sin_.data() + row * half);
+  };
   share_rows(team_, count(), s_.q_size() + 2 * s_.kv_size(), 1, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) turn_and_store_row(layer, queries, row);
+    for (int64_t row = first; row < last; row++) {
+      for (int64_t h = 0; queries && h < s_.heads; h++) turn(q_.data() + row * s_.q_size() + h * s_.head_dim, layer.q_norm, row);
+      bool spoiled = false;
+      for (int64_t h = 0; h < s_.kv_heads; h++) {
+        float *k = k_.data() + row * s_.kv_size() + h * s_.head_dim, *v = v_.data() + row * s_.kv_size() + h * s_.head_dim;
+        turn(k, layer.k_norm, row);
+        spoiled |= store(k, layer.keys, layer.cache_element, row / s_.rows, h, r_.slots[row], s_.head_dim);
+        spoiled |= store(v, layer.values, layer.cache_element, row / s_.rows, h, r_.slots[row], s_.head_dim);
+      }
+      if (spoiled && r_.spoiled != nullptr) r_.spoiled[row] = NAN;
+    }
   });
-}
-
-void Decoder::turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row) {
-  const int64_t half = s_.head_dim / 2, b = row / s_.rows;
-  const float *cos = cos_.data() + row * half, *sin = sin_.data() + row * half;
-  for (int64_t h = 0; queries && h < s_.heads; h++) {
-    float* q = q_.data() + row * s_.q_size() + h * s_.head_dim;
-    if (!layer.q_norm.empty()) rms_norm(q, layer.q_norm.data(), s_.eps, q, s_.head_dim);
-    rotate(q, s_.head_dim, cos, sin);
-  }
-  bool spoiled = false;
-  for (int64_t h = 0; h < s_.kv_heads; h++) {
-    float* k = k_.data() + row * s_.kv_size() + h * s_.head_dim;
-    if (!layer.k_norm.empty()) rms_norm(k, layer.k_norm.data(), s_.eps, k, s_.head_dim);
-    rotate(k, s_.head_dim, cos, sin);
-    float* v = v_.data() + row * s_.kv_size() + h * s_.head_dim;
-    spoiled |= store(k, layer.keys, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
-    spoiled |= store(v, layer.values, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
-  }
-  if (spoiled && r_.spoiled != nullptr) r_.spoiled[row] = NAN;
 }
 
 // The state and the queries of every sequence's last rows, moved to the front.

@@ -91,14 +91,13 @@ class Decoder {
   void norm_and_pack(const std::vector<float>& norm, Readers readers);
   void pair_and_pack(const Features& features, Readers readers);
   void forward_packed(const DecoderLayer& layer, int64_t keep);
-  void pack(const float* x, int64_t rows, int64_t k, Readers readers);
-  void make_room(int64_t rows, int64_t k, Readers readers);
-  void pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers);
+  template <class Before>
+  void pack(const float* x, int64_t k, Readers readers, const Before& before);
+  void pack(const float* x, int64_t k, Readers readers);
   void multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out, int64_t out_stride);
   void project_and_add(const Projection& p);
   void project_heads(const DecoderLayer& layer, bool queries);
   void turn_and_store(const DecoderLayer& layer, bool queries);
-  void turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row);
   void attend(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
 

@@ -125,9 +125,13 @@ std::string proof(const IsaKernels& level) {
   return "";
 }
 
+struct Level {
+  std::string name, reason;   // reason: why it is left out; empty if it is used or could be
+  const IsaKernels* kernels;  // null where there is a reason
+};
+
 struct Known {
-  std::vector<IsaState> states;
-  std::vector<const IsaKernels*> kernels;  // null where the state has a reason
+  std::vector<Level> levels;  // slowest first
   const IsaKernels* best;
 };
 
@@ -137,8 +141,7 @@ const Known& known() {
     const auto add = [&](const char* name, const IsaKernels* kernels, std::string reason) {
       if (reason.empty() && kernels == nullptr) reason = "the library was compiled without it";
       if (reason.empty()) reason = proof(*kernels);
-      all.states.push_back({name, reason});
-      all.kernels.push_back(reason.empty() ? kernels : nullptr);
+      all.levels.push_back({name, reason, reason.empty() ? kernels : nullptr});
       if (reason.empty()) all.best = kernels;
     };
     add("portable", portable_kernels(), "");
@@ -153,15 +156,14 @@ const Known& known() {
 
 // What a name stands for, or null and why.
 const IsaKernels* named(const std::string& name, std::string& reason) {
-  const Known& all = known();
   if (name == soft_amx_kernels()->name) return soft_amx_kernels();
   std::string names;
-  for (size_t i = 0; i < all.states.size(); i++) {
-    if (all.states[i].name == name) {
-      reason = "level " + name + " cannot run: " + all.states[i].reason;
-      return all.kernels[i];
+  for (const Level& level : known().levels) {
+    if (level.name == name) {
+      reason = "level " + name + " cannot run: " + level.reason;
+      return level.kernels;
     }
-    names += (i ? ", " : "") + all.states[i].name;
+    names += (names.empty() ? "" : ", ") + level.name;
   }
   reason = "expected one of " + names + ", got " + name;
   return nullptr;
@@ -170,8 +172,6 @@ const IsaKernels* named(const std::string& name, std::string& reason) {
 std::atomic<const IsaKernels*> chosen{nullptr};
 
 }  // namespace
-
-const std::vector<IsaState>& levels() { return known().states; }
 
 const IsaKernels& kernels() {
   const IsaKernels* use = chosen.load(std::memory_order_relaxed);
@@ -190,14 +190,6 @@ const IsaKernels& kernels() {
   return *use;
 }
 
-std::string use_level(const std::string& name) {
-  std::string reason;
-  const IsaKernels* use = name.empty() ? known().best : named(name, reason);
-  if (use == nullptr) return reason;
-  chosen.store(use, std::memory_order_relaxed);
-  return "";
-}
-
 }  // namespace gsd
 
 // For Python's ctypes; texts stay valid until the thread's next call.
@@ -205,7 +197,7 @@ extern "C" {
 __attribute__((visibility("default"))) const char* gsd_cpu_levels() {
   static thread_local std::string text;
   text.clear();
-  for (const gsd::IsaState& level : gsd::levels()) text += level.name + "\t" + level.reason + "\n";
+  for (const gsd::Level& level : gsd::known().levels) text += level.name + "\t" + level.reason + "\n";
   return text.c_str();
 }
 
@@ -221,7 +213,10 @@ __attribute__((visibility("default"))) const char* gsd_cpu_level() {
 
 __attribute__((visibility("default"))) const char* gsd_cpu_use_level(const char* name) {
   static thread_local std::string text;
-  text = gsd::use_level(name);
-  return text.c_str();
+  text.clear();
+  const gsd::IsaKernels* use = *name == '\0' ? gsd::known().best : gsd::named(name, text);
+  if (use == nullptr) return text.c_str();
+  gsd::chosen.store(use, std::memory_order_relaxed);
+  return "";
 }
 }

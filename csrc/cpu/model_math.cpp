@@ -17,12 +17,12 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 struct WideFloat32 {
   typedef float Stored;
-  static inline __attribute__((always_inline)) void widen(const float* from, Floats& to) { load(from, to); }
+  GSD_INLINE void widen(const float* from, Floats& to) { load(from, to); }
 };
 
 struct WideBfloat16 {
   typedef uint16_t Stored;
-  static inline __attribute__((always_inline)) void widen(const uint16_t* from, Floats& to) {
+  GSD_INLINE void widen(const uint16_t* from, Floats& to) {
     Halves halves;
     memcpy(&halves, from, sizeof halves);
     to = (Floats)(__builtin_convertvector(halves, Words) << 16);
@@ -31,7 +31,7 @@ struct WideBfloat16 {
 
 struct WideFloat16 {
   typedef uint16_t Stored;
-  static inline __attribute__((always_inline)) void widen(const uint16_t* from, Floats& to) {  // as float_from_half
+  GSD_INLINE void widen(const uint16_t* from, Floats& to) {  // as float_from_half
     Halves halves;
     memcpy(&halves, from, sizeof halves);
     const Words wide = __builtin_convertvector(halves, Words) << 16, magnitude = wide << 1;
@@ -89,12 +89,9 @@ void write_row(const float* from, void* to, Element element, int64_t width) {
 }
 
 bool make_finite(float* x, Element element, int64_t width) {
-  const float most = element == Element::kFloat16    ? 65504.0f
-                     : element == Element::kBfloat16 ? float_from_bits(0x7F7F0000)
-                                                     : float_from_bits(0x7F7FFFFF);
-  const float infinite = element == Element::kFloat16    ? 65520.0f  // the least that is rounded to infinity
-                         : element == Element::kBfloat16 ? float_from_bits(0x7F7F8000)
-                                                         : INFINITY;
+  // By Element: the largest number, and the least that is rounded to infinity.
+  constexpr float kMost[] = {0x1.fffffep127f, 0x1.fep127f, 65504.0f}, kInfinite[] = {INFINITY, 0x1.ffp127f, 65520.0f};
+  const float most = kMost[static_cast<int>(element)], infinite = kInfinite[static_cast<int>(element)];
   int changed = 0;
   for (int64_t i = 0; i < width; i++) {
     changed |= !(std::fabs(x[i]) < infinite);

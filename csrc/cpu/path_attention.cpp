@@ -56,7 +56,7 @@ struct Scratch {
   Lines<char> packed;
   Lines<float> queries, acc, fresh, scores, node_scores, tails;
   std::vector<Vector> vectors;
-  Lines<int64_t> offsets, tail_offsets;
+  int64_t offsets[kBlockPositions], tail_offsets[kBlockPositions];
 
   static Scratch& of_thread() {
     static thread_local Scratch scratch;
@@ -79,7 +79,6 @@ class Item {
     s_.acc.make_room(count * width_);
     std::fill_n(s_.acc.data(), count * width_, 0.0f);
     s_.scores.make_room(count * kScores);
-    s_.offsets.make_room(kBlockPositions), s_.tail_offsets.make_room(kBlockPositions);
     s_.vectors.clear();
     for (int64_t i = begin, group = a.heads / a.kv_heads; i < begin + count; i++) {
       const int64_t row = i / group, graph_row = b * a.graph_rows + a.graph_rows - a.rows + row;
@@ -111,24 +110,20 @@ class Item {
 
  private:
   Vector& at(int64_t m) const { return s_.vectors[static_cast<size_t>(m)]; }
-  int64_t dense_in(int64_t m, int64_t first) const {
-    return std::clamp<int64_t>(at(m).dense - first, 0, kBlockPositions);
-  }
+  // Positions of the block from `first` on that lie before `end`.
+  static int64_t in_block(int64_t end, int64_t first) { return std::clamp<int64_t>(end - first, 0, kBlockPositions); }
   int64_t most_in(int64_t m, int64_t last, int64_t first) const {
     int64_t most = 0;
-    for (; m < last; m++) most = std::max(most, dense_in(m, first));
+    for (; m < last; m++) most = std::max(most, in_block(at(m).dense, first));
     return most;
   }
   // Where whole lots of them end that the kernel takes together, counted from the text's beginning, or its own window's for
   // a row that keeps away from others. Those behind go with the path's first nodes, so that it does not matter where the
   // prefix ends.
   int64_t whole(int64_t m, int64_t first) const {
-    if (at(m).path_at > at(m).dense) return path_in(m, first);
-    const int64_t dense = dense_in(m, first), begin = alone() ? std::max<int64_t>(0, at(m).low - first) : 0;
+    if (at(m).path_at > at(m).dense) return in_block(at(m).path_at, first);
+    const int64_t dense = in_block(at(m).dense, first), begin = alone() ? std::max<int64_t>(0, at(m).low - first) : 0;
     return dense - std::max<int64_t>(0, dense - begin) % kernel_.together;
-  }
-  int64_t path_in(int64_t m, int64_t first) const {
-    return std::clamp<int64_t>(at(m).path_at - first, 0, kBlockPositions);
   }
   // Whether a row has to keep away from what only its neighbours see of the prefix.
   bool alone() const { return limited() && !finite(); }
@@ -163,11 +158,9 @@ class Item {
     const int64_t skipped = std::min(from - first, most) / kernel_.together * kernel_.together;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
     if (skipped < most) score(keys, most - skipped, s_.scores.data() + skipped, kScores);
-    for (int64_t p = 0; p < most; p++) s_.offsets[p] = value_offset(start_ + first + p);
+    for (int64_t p = 0; p < most; p++) s_.offsets[p] = (start_ + first + p) * value_stride_;
     for (int64_t m = 0; m < count_; m += tall_) slice(m, std::min(count_, m + tall_), first, skipped);
   }
-
-  int64_t value_offset(int64_t slot) const { return slot * value_stride_; }
 
   // Part of what a row's path lists that lies in a block: [begin, end) of its nodes.
   std::pair<int64_t, int64_t> path_part(int64_t m, int64_t first) const {
@@ -182,7 +175,7 @@ class Item {
     for (int64_t row = m; row < last; row++) {
       // A row's own part begins at the nodes that its path lists, together with the positions that the first of them are
       // taken with; where its weights end if there are none.
-      const int64_t filled = weigh(row, first, skipped), cut = dense_in(row, first) == filled ? filled : whole(row, first);
+      const int64_t filled = weigh(row, first, skipped), cut = in_block(at(row).dense, first) == filled ? filled : whole(row, first);
       float* scores = s_.scores.data() + row * kScores;
       std::copy(scores + cut, scores + filled, s_.tails.data() + (row - m) * kBlockPositions);
       if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
@@ -193,7 +186,7 @@ class Item {
     if (!finite()) std::fill(sum, sum + numbers, 0.0f);
     if (from < most) {
       kernel_.weighted(s_.scores.data() + m * kScores + from, kScores, last - m, values_,
-                       s_.offsets.data() + from, most - from, a_.value_dim, sum, width_);
+                       s_.offsets + from, most - from, a_.value_dim, sum, width_);
     }
     for (int64_t i = m, next; i < last; i = next) {  // whose path the heads of a row share
       for (next = i + 1; next < last && at(next).row == at(i).row;) next++;
@@ -206,7 +199,7 @@ class Item {
   int64_t weigh(int64_t m, int64_t first, int64_t skipped) {
     float* scores = s_.scores.data() + m * kScores;
     const auto [begin, end] = path_part(m, first);
-    const int64_t before = begin < end ? path_in(m, first) : dense_in(m, first);
+    const int64_t before = in_block(begin < end ? at(m).path_at : at(m).dense, first);
     const int64_t filled = before + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t node = at(m).path + static_cast<size_t>(i);
@@ -228,13 +221,13 @@ class Item {
   void add_tail(int64_t m, int64_t rows, int64_t first, const float* weights, float* sum) {
     const auto [begin, end] = path_part(m, first);
     if (begin == end) return;
-    const int64_t dense = dense_in(m, first);
-    int64_t* offset = s_.tail_offsets.data();
+    const int64_t dense = in_block(at(m).dense, first);
+    int64_t* offset = s_.tail_offsets;
     for (int64_t p = whole(m, first); p < dense; p++) *offset++ = s_.offsets[p];
     for (int64_t i = begin; i < end; i++) {
-      *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[at(m).path + static_cast<size_t>(i)]);
+      *offset++ = (a_.kv_len[b_] + a_.paths->nodes[at(m).path + static_cast<size_t>(i)]) * value_stride_;
     }
-    kernel_.weighted(weights, kBlockPositions, rows, values_, s_.tail_offsets.data(), offset - s_.tail_offsets.data(),
+    kernel_.weighted(weights, kBlockPositions, rows, values_, s_.tail_offsets, offset - s_.tail_offsets,
                      a_.value_dim, sum, width_);
   }
 

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "model_math.h"
 #include "weights.h"
@@ -84,15 +83,5 @@ std::string amx_permission();
 // The best level that has proven itself, or the one that GSD_KERNELS_CPU_LEVEL or use_level names.
 // Throws what names the variable if that one cannot run here.
 const IsaKernels& kernels();
-
-struct IsaState {
-  std::string name, reason;  // reason: why it is left out; empty if it is used or could be
-};
-
-// All levels, slowest first.
-const std::vector<IsaState>& levels();
-
-// Empty: the best. Returns what is wrong with the name, or an empty string.
-std::string use_level(const std::string& name);
 
 }  // namespace gsd

@@ -32,7 +32,7 @@ struct Codes : IntegerSums {
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();
-#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), PairedBfloat16, F>()
+#define GSD_UNPACKED(F) unpacking_of<PairedBfloat16, F>
 constexpr IsaKernels kKernels{
     "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
     {{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 5}, integers_of<Codes>(0)};

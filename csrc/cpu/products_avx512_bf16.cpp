@@ -74,7 +74,7 @@ struct Codes : IntegerSums {
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>};
-#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), Dots, F>()
+#define GSD_UNPACKED(F) unpacking_of<Dots, F>
 constexpr IsaKernels kKernels{
     "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, paired_kernel<Pairs>(), kFloat16}, GSD_DECODERS,
     {{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 5}, integers_of<Codes>(128)};

@@ -4,6 +4,20 @@
 GSD_TILE void keep_in_register(__m512& x) { asm("" : "+v"(x)); }
 GSD_TILE void keep_in_register(__m512i& x) { asm("" : "+v"(x)); }
 
+// Sums of the sixteen numbers in each of four registers, by one tree.
+typedef int32_t Integers __attribute__((vector_size(64)));
+template <class Numbers, class Register>
+GSD_TILE void sum_lanes(const Register* x, float* out) {
+  const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+  const Numbers first = (Numbers)_mm512_unpacklo_ps(a, b) + (Numbers)_mm512_unpackhi_ps(a, b);
+  const Numbers second = (Numbers)_mm512_unpacklo_ps(c, d) + (Numbers)_mm512_unpackhi_ps(c, d);
+  const Numbers quarters = (Numbers)_mm512_shuffle_ps((__m512)first, (__m512)second, 0x44) +
+                           (Numbers)_mm512_shuffle_ps((__m512)first, (__m512)second, 0xEE);
+  const Numbers half = quarters + (Numbers)_mm512_shuffle_f32x4((__m512)quarters, (__m512)quarters, 0x4E);
+  const Numbers all = half + (Numbers)_mm512_shuffle_f32x4((__m512)half, (__m512)half, 0xB1);
+  _mm_storeu_ps(out, _mm512_castps512_ps128((__m512)all));
+}
+
 struct Avx512 : Dense {
   typedef __m512 Sum;
   typedef __m512 Lanes;
@@ -11,15 +25,7 @@ struct Avx512 : Dense {
 
   GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
 
-  // The same tree for each of the four.
-  GSD_TILE void sums(const Sum x[kOutputs], float out[kOutputs]) {
-    const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    const __m512 both = _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xEE));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm256_castpd_ps(_mm512_extractf64x4_pd(
-                                                                        _mm512_castps_pd(both), 1)));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-  }
+  GSD_TILE void sums(const Sum x[kOutputs], float out[kOutputs]) { sum_lanes<__m512>(x, out); }
 
   GSD_TILE __mmask16 first_lanes(int part) { return static_cast<__mmask16>((1u << part) - 1); }
   GSD_TILE void load_lanes(const float* from, int part, Lanes& to) {
@@ -76,9 +82,7 @@ struct PairedBfloat16 : Avx512 {
   struct Weights {
     __m512 first, second;
   };
-  struct Row {
-    __m512 first, second;
-  };
+  typedef Weights Row;
   static constexpr int kStep = 32;
   GSD_TILE void see(const float* from, Row& row) {
     row.first = _mm512_loadu_ps(from), row.second = _mm512_loadu_ps(from + 16);
@@ -114,12 +118,5 @@ struct IntegerSums : Dense {
   typedef __m512i Row;
   typedef __m512i Sum;
   GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_si512(); }
-  GSD_TILE void sums(const Sum x[kOutputs], float* out) {
-    const __m512i first = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const __m512i second = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
-                     _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
-  }
+  GSD_TILE void sums(const Sum x[kOutputs], float* out) { sum_lanes<Integers>(x, out); }
 };

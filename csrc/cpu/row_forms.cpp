@@ -20,30 +20,22 @@ static_assert(sizeof(Beside) <= kFree);
 
 constexpr float kShift = 12582912.0f;  // 1.5 · 2²³: the last bit of a sum with it is one
 
-GSD_INLINE float rounded_bfloat16(float x) { return Bfloat16::widen(Bfloat16::round(x)); }
-float rounded(float x, Element element) {
-  if (element == Element::kBfloat16) return rounded_bfloat16(x);
-  return element == Element::kFloat16 ? Half::widen(Half::round(x)) : x;
-}
-
 // To float16: infinite from 65520 on, and below its normal numbers by a sum with ¾, whose last bit is 2⁻²⁴.
 GSD_INLINE float rounded_half(float x) {
-  const uint32_t bits = float_bits(x), magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t even = bits + 0xFFFu + (bits >> 13 & 1u), infinity = (bits & 0x80000000u) | 0x7F800000u;
-  const uint32_t normal = magnitude >= 0x477FF000u ? infinity : even & 0xFFFFE000u;
-  const float rounded = magnitude < 0x38800000u ? (x + 0.75f) - 0.75f : float_from_bits(normal);
-  return magnitude > 0x7F800000u ? x : rounded;
-}
-GSD_CLONES void round_to_half(float* x, int64_t k) {
-  for (int64_t i = 0; i < k; i++) x[i] = rounded_half(x[i]);
+  const uint32_t bits = float_bits(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
+  const uint32_t small = sign | float_bits((float_from_bits(magnitude) + 0.75f) - 0.75f);
+  const uint32_t even = bits + 0xFFFu + (bits >> 13 & 1u);
+  const uint32_t normal = magnitude >= 0x477FF000u ? sign | 0x7F800000u : even & 0xFFFFE000u;
+  return magnitude > 0x7F800000u ? x : float_from_bits(magnitude < 0x38800000u ? small : normal);
 }
 
+// Without a branch but for the dtype, which a loop asks for once: so such loops become vectors.
+GSD_INLINE float rounded(float x, Element element) {
+  if (element == Element::kBfloat16) return Bfloat16::widen(Bfloat16::round(x));
+  return element == Element::kFloat16 ? rounded_half(x) : x;
+}
 GSD_CLONES void round_row(const float* x, float* to, int64_t k, Element element) {
-  if (element == Element::kBfloat16) {
-    for (int64_t i = 0; i < k; i++) to[i] = rounded_bfloat16(x[i]);
-  } else {
-    for (int64_t i = 0; i < k; i++) to[i] = rounded(x[i], element);
-  }
+  for (int64_t i = 0; i < k; i++) to[i] = rounded(x[i], element);
 }
 
 // NaN if there is one.
@@ -93,7 +85,7 @@ void pack_codes(const IsaKernels& level, Element element, RowForm form, const fl
   for (int64_t r = first; r < last; r++) {
     int8_t* to = static_cast<int8_t*>(packed) + r * bytes;
     round_row(x + r * x_stride, row.data(), k, element);
-    if (form == RowForm::kVectorwise) round_to_half(row.data(), k);
+    if (form == RowForm::kVectorwise) round_row(row.data(), row.data(), k, Element::kFloat16);
     const float most = largest_magnitude(row.data(), k);
     const RowScale by = form == RowForm::kVectorwise ? vectorwise_scale(most) : dynamic_scale(most, element);
     memset(to, 0, static_cast<size_t>(bytes));
@@ -108,20 +100,12 @@ float rounded_scale(float most, Element element) {
   const float scale = rounded(most / 127.5f, element);
   return scale == 0.0f ? kEpsilon[static_cast<int>(element)] : scale;
 }
-template <class Round>
-GSD_INLINE void round_codes(float* x, float scale, int64_t k, const Round& round) {
+GSD_CLONES void round_to_codes(float* x, float scale, int64_t k, Element element) {
   for (int64_t i = 0; i < k; i++) {
-    float code = round(x[i] / scale);
+    float code = rounded(x[i] / scale, element);
     code = code < -128.0f ? -128.0f : code;
     code = code > 127.0f ? 127.0f : code;
-    x[i] = round(((code + kShift) - kShift) * scale);
-  }
-}
-GSD_CLONES void round_to_codes(float* x, float scale, int64_t k, Element element) {
-  if (element == Element::kBfloat16) {
-    round_codes(x, scale, k, [](float value) { return rounded_bfloat16(value); });
-  } else {
-    round_codes(x, scale, k, [element](float value) { return rounded(value, element); });
+    x[i] = rounded(((code + kShift) - kShift) * scale, element);
   }
 }
 
@@ -136,24 +120,15 @@ void pack_rounded(const RowKernel& kernel, Element element, const float* x, int6
   kernel.pack(rows.data(), k, 0, last - first, k, static_cast<char*>(packed) + first * kernel.row_bytes(k));
 }
 
-// Words of integer sums → of(sum, the output's scale).
-template <class Of>
-GSD_INLINE void finish(float* out, int64_t n, int32_t taken, const float* scales, const Of& of) {
-  for (int64_t i = 0; i < n; i++) {
-    const int32_t sum = static_cast<int32_t>(float_bits(out[i]) - static_cast<uint32_t>(taken));
-    out[i] = of(static_cast<float>(sum), scales[i]);
-  }
-}
-
+// Words of integer sums into floats.
 GSD_CLONES void finish_row(float* out, int64_t n, int32_t taken, float by, const float* scales, Element element,
                            bool vectorwise) {
   constexpr float kOne = 6.200124e-05f;
-  if (vectorwise) {  // sum · (the row's scale · the output's) · 1/127², as bitsandbytes' int8_mm_dequant has it
-    finish(out, n, taken, scales, [by](float sum, float scale) { return sum * (by * scale) * kOne; });
-  } else if (element == Element::kBfloat16) {  // T(sum · the row's scale) · the output's, T: the model's dtype
-    finish(out, n, taken, scales, [by](float sum, float scale) { return rounded_bfloat16(sum * by) * scale; });
-  } else {
-    finish(out, n, taken, scales, [=](float sum, float scale) { return rounded(sum * by, element) * scale; });
+  for (int64_t i = 0; i < n; i++) {
+    const float sum = static_cast<float>(static_cast<int32_t>(float_bits(out[i]) - static_cast<uint32_t>(taken)));
+    // sum · (the row's scale · the output's) · 1/127², as bitsandbytes' int8_mm_dequant has it; or T(sum · the row's scale) ·
+    // the output's, T: the model's dtype.
+    out[i] = vectorwise ? sum * (by * scales[i]) * kOne : rounded(sum * by, element) * scales[i];
   }
 }
 

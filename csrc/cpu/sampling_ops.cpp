@@ -13,11 +13,13 @@ namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
+constexpr int padded_to_blocks(int n) { return (n + kBlock - 1) / kBlock * kBlock; }
+
 // Logits [B, R, V] of any floating dtype, read row by row as float32.
 class LogitRows {
  public:
   explicit LogitRows(const PickCall& call)
-      : type_(call.type), data_(call.args.logits), vocab_(call.sizes.vocab), padded_((vocab_ + kBlock - 1) / kBlock * kBlock) {}
+      : type_(call.type), data_(call.args.logits), vocab_(call.sizes.vocab), padded_(padded_to_blocks(vocab_)) {}
 
   int vocab() const { return vocab_; }
   int padded() const { return padded_; }
@@ -35,11 +37,11 @@ class LogitRows {
     return buffer;
   }
 
-  // The whole row, padded with −inf.
-  void copy(int64_t row, float* to) const {
-    const float* from = read_part(row, 0, vocab_, to);
-    if (from != to) memcpy(to, from, sizeof(float) * static_cast<size_t>(vocab_));
-    std::fill(to + vocab_, to + padded_, kNegInf);
+  // The same, padded with −inf.
+  void copy(int64_t row, int begin, int n, float* to) const {
+    const float* from = read_part(row, begin, n, to);
+    if (from != to) std::copy_n(from, n, to);
+    std::fill(to + n, to + padded_to_blocks(n), kNegInf);
   }
 
  private:
@@ -173,7 +175,7 @@ float warper_floor(const LogitRows& logits, Scratch& scratch, const Warpers& w, 
 }
 
 int sample_row(const LogitRows& logits, int64_t row, const Warpers& w, const NoiseStream& stream, Scratch& scratch) {
-  logits.copy(row, scratch.row.data());
+  logits.copy(row, 0, logits.vocab(), scratch.row.data());
   const Extremes found =
       scale_and_block_maxima(scratch.row.data(), logits.padded(), w.temperature, scratch.block_max.data());
   if (found.has_nan || !(found.max > kNegInf && found.max < -kNegInf)) return -1;  // nothing to draw from
@@ -233,10 +235,8 @@ void read_candidates(const LogitRows& logits, int64_t row, float temperature, La
   Extremes all{kNegInf, false};
   double sum = 0.0;
   for (int begin = 0; begin < logits.vocab(); begin += kPart) {
-    const int n = std::min(kPart, logits.vocab() - begin), padded = (n + kBlock - 1) / kBlock * kBlock;
-    const float* from = logits.read_part(row, begin, n, buffer);
-    if (from != buffer) std::copy_n(from, n, buffer);
-    std::fill(buffer + n, buffer + padded, kNegInf);
+    const int n = std::min(kPart, logits.vocab() - begin), padded = padded_to_blocks(n);
+    logits.copy(row, begin, n, buffer);
     const Extremes found = scale_and_block_maxima(buffer, padded, temperature, block_max);
     all.has_nan = all.has_nan || found.has_nan;
     if (found.max == kNegInf) continue;
@@ -260,7 +260,7 @@ void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
   const float temperature = greedy ? 1.0f : w.temperature;
   if (greedy || (!cuts && !noisy)) return read_candidates(logits, row, temperature, largest);
   float* x = scratch.row.data();
-  logits.copy(row, x);
+  logits.copy(row, 0, logits.vocab(), x);
   Extremes found = scale_and_block_maxima(x, logits.padded(), temperature, scratch.block_max.data());
   if (!found.has_nan) {
     const float floor = warper_floor(logits, scratch, w, found.max);
@@ -283,7 +283,7 @@ void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
 // Log-probabilities of a whole row after the warpers; NaN where there is no distribution, as PyTorch's log_softmax.
 void log_probs_row(const LogitRows& logits, int64_t row, const Warpers& w, Scratch& scratch, float* out) {
   float* x = scratch.row.data();
-  logits.copy(row, x);
+  logits.copy(row, 0, logits.vocab(), x);
   const bool greedy = w.temperature <= 0.0f;
   const Extremes found =
       scale_and_block_maxima(x, logits.padded(), greedy ? 1.0f : w.temperature, scratch.block_max.data());

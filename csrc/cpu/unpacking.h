@@ -31,9 +31,3 @@ bool unpacking_of(const void* packed, int64_t rows, const Weights& w, int64_t be
   }
   return true;
 }
-
-template <bool kCodes, class Of, class F>
-constexpr Unpack unpacking_unless() {
-  if constexpr (kCodes) return nullptr;
-  else return unpacking_of<Of, F>;
-}

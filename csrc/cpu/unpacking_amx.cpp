@@ -155,12 +155,7 @@ bool unpacking_of(const void* packed, int64_t rows, const Weights& w, int64_t be
   return strips_of<F, true>(x, rows, w, begin, end, out, out_stride);
 }
 
-template <bool kCodes, class F>
-constexpr Unpack unpacking_unless() {
-  if constexpr (kCodes) return nullptr;
-  else return unpacking_of<F>;
-}
-#define GSD_UNPACKED(F) unpacking_unless<has_codes(form_of(Kind::k##F)), F>()
+#define GSD_UNPACKED(F) unpacking_of<F>
 constexpr UnpackingProducts kUnpacking{{nullptr, nullptr, nullptr, GSD_FORMATS(GSD_UNPACKED)}, 2 * kRowBlock};
 
 }  // namespace
