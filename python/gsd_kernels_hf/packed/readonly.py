@@ -41,7 +41,10 @@ class ReadOnly(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             held = [value for value in nested.tree_leaves((args, given)) if isinstance(value, ReadOnly)]
             storages = {tensor.untyped_storage().data_ptr() for tensor in held}
-            return nested.tree_map(lambda value: kept(value, storages), func(*args, **given))
+            result = func(*args, **given)
+            if isinstance(result, torch.Size):  # a map of it would be a tuple
+                return result
+            return nested.tree_map(lambda value: kept(value, storages), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
