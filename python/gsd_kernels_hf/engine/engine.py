@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +135,7 @@ class Engine:
     def __init__(self, parts: Sequence[Any], criterion: object, engines: Engines) -> None:
         self.parts = [weakref.ref(part) for part in parts]
         self.criterion, self.engines = criterion, engines
-        self.statistics: dict[bool, Statistics] = defaultdict(Statistics)  # by whether tokens are sampled
+        self.statistics = Statistics(), Statistics()  # of greedy and of sampled texts; here, so that calls share them
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Return whether the engine was made for these sources' objects and this criterion."""
