@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from gsd_kernels_hf.files import write_json
 
 from . import demo, options
 from .demo import smollm2
@@ -92,7 +91,8 @@ def command(
         "drawing": _draw(pair, prompts[0], length, directory, graph_config=drawn, **decoding),
     }
     if json_file is not None:
-        write_json(json_file, report, indent=2)
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if report["race"] and report["race"]["beyond_rounding"]:
         raise typer.Exit(DIFFERS)
 

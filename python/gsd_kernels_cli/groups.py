@@ -27,7 +27,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in signature(command).parameters.items():
         inside = signature(groups[name]).parameters.values() if name in groups else [parameter]
         kinds = get_type_hints(groups.get(name, command), include_extras=True)
-        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=kinds[p.name]) for p in inside]
+        said = {p.name: kinds.get(p.name, p.annotation) for p in inside}  # a parameter may have no annotation
+        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=said[p.name]) for p in inside]
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     return call

@@ -18,6 +18,7 @@ from gsd_kernels_cli import chat, comparison, demo, kernel_report, values
 from gsd_kernels_cli.app import app
 from gsd_kernels_cli.commands import Commands
 from gsd_kernels_cli.demo import smollm2
+from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import Models, read_prompts
 from gsd_kernels_cli.streaming import Conversation, StdoutStreamer
 from gsd_kernels_hf.model import fused, gpu_proof
@@ -134,7 +135,8 @@ def test_errors_have_a_line_a_code_and_a_traceback_if_asked_for(error, says):
         pass
 
     @shell.command("fail")
-    def fail(drafter: str = ""):
+    @with_groups  # as of all commands, a plug-in's too, which may name no types
+    def fail(drafter=""):
         raise error
 
     result = CliRunner().invoke(shell, ["fail"])
@@ -276,10 +278,12 @@ def test_check_judges_another_token(wrong, verdict, code, pair, monkeypatch, tmp
 @pytest.mark.parametrize("whose", ["embedded", "own"])
 def test_demo(whose, pair, tmp_path):
     (tmp_path / "asked").write_text("def first(n):\nimport os\n")
+    (tmp_path / "numbers.json").symlink_to("elsewhere.json")
     own = [*pair, "--prompt-file", tmp_path / "asked", "--lines"]
     options = ["--max-new-tokens", 24, "--seconds", 0, "--out", tmp_path / "out", "--json", tmp_path / "numbers.json"]
     result = done("demo", *(own if whose == "own" else ["--embedded"]), *options)
     report = json.loads((tmp_path / "numbers.json").read_text())
+    assert (tmp_path / "numbers.json").is_symlink()  # written through, as /dev/stdout must be
     asked = [answer["question"] for answer in report["answers"]]
     assert asked == ["def first(n):", "import os"] if whose == "own" else len(asked) == 1
     assert all(answer["tokens_per_step"] >= 1 for answer in report["answers"])  # how many, the clock decides
