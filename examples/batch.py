@@ -20,14 +20,14 @@ PROMPTS = ["def main():", "class Queue:\n    def put(self, item):", "import os"]
 
 
 def main(
-    prompts: Annotated[list[str], typer.Argument()] = PROMPTS,
+    prompts: Annotated[list[str] | None, typer.Argument()] = None,
     model: str | None = None,
     draft: str | None = None,
     max_new_tokens: int = 32,
 ) -> None:
     """Sample a batch twice, with drafts and without."""
     pair = Models(draft).load(model)
-    call = {**pair.encode(prompts), **pair.padding, "max_new_tokens": max_new_tokens}
+    call = {**pair.encode(prompts or PROMPTS), **pair.padding, "max_new_tokens": max_new_tokens}
     call |= {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "seed": 0}
     out = gsd_kernels.generate(pair.target, **call, **pair.speculation, return_dict_in_generate=True)
     for text in pair.tokenizer.batch_decode(out.sequences, skip_special_tokens=True):
