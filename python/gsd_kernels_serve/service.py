@@ -159,6 +159,7 @@ class Preparing:
             except Exception as error:
                 outcome.set_exception(error)
             finally:
+                del outcome  # as below; also where nobody waits any more
                 in_loop(loop, self.places.release)
 
         try:
