@@ -114,8 +114,9 @@ def write_model_folder(
             done += file.stat().st_size / MB
             update(done)
         write_options(new, {**{option: PLACES[option] for option in parts}, **options})
-        code = "custom_generate"
-        shutil.copytree(HUB / code, new / code, ignore=shutil.ignore_patterns("__pycache__"))
+        (code := new / "custom_generate").mkdir()
+        for file in (HUB / code.name).glob("*.*"):  # of any modes, where the package is installed to be read alone
+            shutil.copyfile(file, code / file.name)
         write_text(new / "README.md", card_of(model, name, [*parts, *options]))
 
 
