@@ -108,11 +108,6 @@ def cuda_libraries(nvcc: str) -> Path:
     raise SystemExit(f"no libcudart_static.a under {top}: the CUDA toolkit is incomplete")
 
 
-def smallest_code(nvcc: str) -> list[str]:
-    """nvcc's option for the smallest binaries, which 12.8 and newer have; drivers of CUDA 12.4 and newer read them."""
-    return ["--compress-mode=size"] if "--compress-mode" in told(nvcc, "--help") else []
-
-
 def local_archs() -> list[str]:
     """The compute capabilities of this machine's GPUs."""
     listed = told("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
@@ -197,15 +192,14 @@ def extensions(tools: Toolchain) -> list[Extension]:
             continue
         missing = tools.missing(cuda=cuda)
         sources = sorted(str(p) for p in (CSRC / name).iterdir() if p.suffix in (".cpp", ".cu"))
+        if missing is not None and want:
+            raise SystemExit(f"{variable}=1, but there is no {missing}")
         if missing is not None:
-            if want:
-                raise SystemExit(f"{variable}=1, but there is no {missing}")
             print(f"gsd_kernels: the {name} ops are not built: there is no {missing}")
-            continue
-        if want is None and cuda and torch_cuda_version(tools.torch) is None:
-            print("gsd_kernels: the cuda ops are not built: torch has no CUDA; GSD_KERNELS_BUILD_CUDA=1 builds them")
-            continue
-        found.append(Extension(f"gsd_kernels._{name}", sources, py_limited_api=True))
+        elif want is None and cuda and torch_cuda_version(tools.torch) is None:
+            print(f"gsd_kernels: the cuda ops are not built: torch has no CUDA; {variable}=1 builds them")
+        else:
+            found.append(Extension(f"gsd_kernels._{name}", sources, py_limited_api=True))
     return found
 
 
@@ -224,7 +218,7 @@ class BuildOps(build_ext):
 
         cxx = [tools.cxx, "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
         cxx += [f"-ffile-prefix-map={root}=.", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", "-isystem"]
-        cxx += [str(tools.torch / "include"), *(["-DUSE_CUDA"] if cuda else [])]
+        cxx.append(str(tools.torch / "include"))
         # Only libtorch is named: its own dependencies bring libtorch_cpu, and libtorch_cuda where there is one.
         link = [tools.cxx, "-shared", "-s", "-Wl,-O1", "-Wl,--exclude-libs,ALL", f"-L{tools.torch / 'lib'}"]
         link += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
@@ -232,14 +226,15 @@ class BuildOps(build_ext):
         if cuda:
             archs = wanted_archs(tools.nvcc)
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs)]
-            cxx.append(f'-DGSD_ARCHITECTURES="{archs}"')
+            nvcc += ["-Xptxas", "-v", *code_flags(archs)]
+            # The smallest binaries, which nvcc 12.8 and newer write; drivers of CUDA 12.4 and newer read them.
+            if "--compress-mode" in told(tools.nvcc, "--help"):
+                nvcc.append("--compress-mode=size")
+            cxx += ["-DUSE_CUDA", f'-DGSD_ARCHITECTURES="{archs}"']
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
-        compiles = []
-        for source in (root / s for s in ext.sources):
-            command = [*nvcc, "-c"] if source.suffix == ".cu" else [*cxx, "-c"]
-            compiles.append((command, source, build / f"{source.stem}{source.suffix}.o"))
+        sources = [root / source for source in ext.sources]
+        compiles = [([*(nvcc if s.suffix == ".cu" else cxx), "-c"], s, build / f"{s.name}.o") for s in sources]
         objects = [str(o) for _, _, o in compiles]
         # The linker resolves symbols from left to right: objects before libraries.
         link = [link[0], *objects, *link[1:]]

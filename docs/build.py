@@ -8,7 +8,6 @@ the server's table of fields, ``models.md`` from ``model_classes.json``, which t
 
 from __future__ import annotations
 
-import argparse
 import html
 import inspect
 import json
@@ -17,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.cli import get_docs_for_click
@@ -227,25 +226,20 @@ as several prompts of unlike lengths may be where one is served.
 def models() -> str:
     """The page of model classes, by what the sweeps found."""
     found = json.loads(CLASSES.read_text(encoding="utf-8"))
-    counts = {kind: Counter(cell.partition(":")[0] for cell in found[kind].values()) for kind in ("text", "images")}
-    verdicts = {"served": "served", "refused": "refused", "unknown": "no tiny model"}
-    numbers = {kind: {key: counts[kind][verdict] for key, verdict in verdicts.items()} for kind in counts}
-    rows = {
-        kind: "| class | |\n|---|---|\n" + "".join(f"| `{name}` | {cell} |\n" for name, cell in found[kind].items())
-        for kind in counts
-    }
-    head = MODELS.format(version=found["transformers"], **numbers["text"])
-    return head + rows["text"] + IMAGES.format(**numbers["images"]) + rows["images"]
+    parts: list[str] = []
+    for head, cells in ((MODELS, found["text"]), (IMAGES, found["images"])):
+        counts = Counter(cell.partition(":")[0] for cell in cells.values())
+        about = {"served": counts["served"], "refused": counts["refused"], "unknown": counts["no tiny model"]}
+        parts += [head.format(version=found["transformers"], **about), "| class | |\n|---|---|\n"]
+        parts += [f"| `{name}` | {cell} |\n" for name, cell in cells.items()]
+    return "".join(parts)
 
 
 PAGES = {"api": api, "commands": commands, "models": models, "server": server}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(out: Annotated[Path, typer.Option(help="the folder to write to")] = OUT) -> None:
     """Write all pages."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="the folder to write to")
-    out = parser.parse_args(arguments).out
     out.mkdir(parents=True, exist_ok=True)
     for name, build in PAGES.items():
         (out / f"{name}.md").write_text(build(), encoding="utf-8")
@@ -253,4 +247,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

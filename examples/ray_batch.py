@@ -14,13 +14,14 @@ Needs pip install -e '.[ray]' in this repository's folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.options import Models
@@ -80,56 +81,57 @@ def rows_done(path: Path) -> set[int]:
     return {json.loads(line)["row"] for line in whole.splitlines()}
 
 
-def decode(rows: list[Row], options: argparse.Namespace) -> Iterator[Row]:
+def decode(rows: list[Row], options: dict[str, Any]) -> Iterator[Row]:
     """The rows with their texts, as they are done."""
     try:
         import ray.data
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error.name} is missing: pip install -e '.[ray]', or 'ray[data]' alone") from None
 
-    ray.init(options.address, include_dashboard=False, log_to_driver=False, logging_level="warning")
-    blocks = -(-len(rows) // options.rows_per_task)
-    done = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+    ray.init(options["address"], include_dashboard=False, log_to_driver=False, logging_level="warning")
+    size = options["rows_per_task"]
+    done = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // size)).map_batches(
         Generator,
-        fn_constructor_args=(vars(options),),
-        batch_size=options.rows_per_task,
-        compute=ray.data.ActorPoolStrategy(size=options.actors),
-        num_cpus=options.threads,
-        num_gpus=options.gpus,
+        fn_constructor_args=(options,),
+        batch_size=size,
+        compute=ray.data.ActorPoolStrategy(size=options["actors"]),
+        num_cpus=options["threads"],
+        num_gpus=options["gpus"],
     )
     yield from done.iter_rows()
     ray.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompts", type=Path, nargs="?")
-    parser.add_argument("texts", type=Path, nargs="?")
-    parser.add_argument("--model")
-    parser.add_argument("--draft")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--actors", type=int, default=2, help="models, in a process each")
-    parser.add_argument("--threads", type=int, default=1, help="CPUs of an actor")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs of an actor")
-    parser.add_argument("--rows-per-task", type=int, default=4, help="rows that are lost and done again with an actor")
-    parser.add_argument("--address", default="local", help="auto: the cluster that this machine belongs to")
-    options = parser.parse_args()
-    rows = read_prompts(options.prompts)
-    done = rows_done(options.texts) if options.texts else set()
+def main(
+    context: typer.Context,
+    prompts: Annotated[Path | None, typer.Argument()] = None,
+    texts: Annotated[Path | None, typer.Argument()] = None,
+    model: str | None = None,
+    draft: str | None = None,
+    max_new_tokens: int = 48,
+    temperature: float = 0.0,
+    seed: int = 0,
+    actors: Annotated[int, typer.Option(help="models, in a process each")] = 2,
+    threads: Annotated[int, typer.Option(help="CPUs of an actor")] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of an actor")] = 0,
+    rows_per_task: Annotated[int, typer.Option(help="rows that are lost and done again with an actor")] = 4,
+    address: Annotated[str, typer.Option(help="auto: the cluster that this machine belongs to")] = "local",
+) -> None:
+    """Decode a file of prompts by patched models in many processes."""
+    rows = read_prompts(prompts)
+    done = rows_done(texts) if texts else set()
     missing = [row for row in rows if row["row"] not in done]
     print(f"{len(rows)} rows, {len(rows) - len(missing)} done before")
     if not missing:
         return
-    with open(options.texts or os.devnull, "a", encoding="utf-8") as output:
-        for row in decode(missing, options):
+    with open(texts or os.devnull, "a", encoding="utf-8") as output:
+        for row in decode(missing, context.params):
             output.write(json.dumps(row, ensure_ascii=False) + "\n")
             output.flush()
-            if options.texts is None:
+            if texts is None:
                 print(row["prompt"] + row["text"], end="\n\n---\n\n")
     print(f"{len(missing)} rows done now")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ except ModuleNotFoundError:
     raise SystemExit("bm25s is missing: pip install -e '.[retrieval]', or bm25s alone") from None
 
 WORD = r"(?u)[A-Za-z]\w+"
+SOURCES = ("heapq", "json.decoder", "queue", "sched", "shlex", "textwrap")  # of the standard library
+LINES = 12  # of a passage
+QUERY_WORDS = 12  # of the text's end that are the query
+SEVERAL = 4  # passages that a search gives for a query, best first
 K1, B = 1.5, 0.75  # of BM25
 
 
@@ -47,15 +51,14 @@ class Retriever:
         folder: to write the index to.
         passages: words of each.
         latency: seconds added to every search, as of a store that is far away.
-        several: passages that a search gives for a query, best first.
     """
 
-    def __init__(self, folder: str, passages: list[list[str]], latency: float = 0.0, several: int = 4) -> None:
+    def __init__(self, folder: str, passages: list[list[str]], latency: float) -> None:
         index = bm25s.BM25(method="lucene", k1=K1, b=B)
         index.index(passages, show_progress=False)
         index.save(folder, show_progress=False)
         self.index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-        self.latency, self.several, self.waits = latency, min(several, len(passages)), 0
+        self.latency, self.several, self.waits = latency, min(SEVERAL, len(passages)), 0
 
     def search(self, queries: list[str]) -> list[list[int]]:
         """Numbers of the best passages for each query; one wait, however many queries."""
@@ -74,7 +77,10 @@ class Cache:
 
     def __init__(self, passages: list[list[str]]) -> None:
         self.passages, self.length = passages, sum(map(len, passages)) / len(passages)
-        self.documents = Counter(word for text in passages for word in set(text))
+        documents = Counter(word for text in passages for word in set(text))
+        self.rarity = {
+            word: math.log(1 + (len(passages) - number + 0.5) / (number + 0.5)) for word, number in documents.items()
+        }
         self.known: dict[int, dict[str, float]] = {}  # passage → word → score
 
     def add(self, numbers: Sequence[int]) -> None:
@@ -82,8 +88,7 @@ class Cache:
             text = self.passages[number]
             norm = K1 * (1 - B + B * len(text) / self.length)
             self.known[number] = {
-                word: self._rarity(self.documents[word]) * times / (times + norm)
-                for word, times in Counter(text).items()
+                word: self.rarity[word] * times / (times + norm) for word, times in Counter(text).items()
             }
 
     def guess(self, query: str) -> int | None:
@@ -91,9 +96,6 @@ class Cache:
         (asked,) = words([query])
         totals = {number: sum(scores.get(word, 0.0) for word in asked) for number, scores in self.known.items()}
         return max(totals, key=totals.__getitem__, default=None)
-
-    def _rarity(self, documents: int) -> float:
-        return math.log(1 + (len(self.passages) - documents + 0.5) / (documents + 0.5))
 
 
 @dataclass
@@ -106,8 +108,6 @@ class Generation:
         prompt: token ids of the user's.
         length: new tokens in all.
         interval: tokens after which a passage is sought anew.
-        query_words: of the text's end that are the query.
-        arguments: of ``generate``; sampling needs a ``seed``.
     """
 
     model: Any
@@ -116,8 +116,6 @@ class Generation:
     prompt: list[int]
     length: int
     interval: int = 8
-    query_words: int = 12
-    arguments: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
 
     def __post_init__(self) -> None:
         ends = self.model.generation_config.eos_token_id
@@ -129,13 +127,13 @@ class Generation:
 
     def query(self, new: list[int]) -> str:
         text = self.tokenizer.decode(self.prompt + new, skip_special_tokens=True)
-        return " ".join(words([text])[0][-self.query_words :])
+        return " ".join(words([text])[0][-QUERY_WORDS:])
 
     def extend(self, new: list[int], passage: int) -> list[int]:
         """``new`` and the next interval after it; what was read of the same passage and text is not read again."""
         ids = torch.tensor([[*self.passages[passage], *self.prompt, *new]], device=self.model.device)
         count = min(self.interval, self.length - len(new))
-        output = self.model.generate(ids, max_new_tokens=count, return_dict_in_generate=True, **self.arguments)
+        output = self.model.generate(ids, max_new_tokens=count, do_sample=False, return_dict_in_generate=True)
         self.forwards += output.stats.steps
         self.tokens += output.stats.new_tokens
         return new + output.sequences[0, ids.shape[1] :].tolist()
@@ -177,17 +175,6 @@ def retrieving_speculatively(
     return new, right
 
 
-def python_sources() -> list[str]:
-    """Some of the standard library."""
-    names = ("heapq", "json.decoder", "queue", "sched", "shlex", "textwrap")
-    return [inspect.getsource(import_module(name)) for name in names]
-
-
-def pieces(text: str, lines: int) -> list[str]:
-    split = text.splitlines(keepends=True)
-    return ["".join(split[at : at + lines]) for at in range(0, len(split), lines)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
@@ -200,8 +187,11 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.05, help="seconds that a search takes longer than it does")
     parser.add_argument("prompt", nargs="?", default="class PriorityQueue(Queue):\n    def _put(self, item):\n")
     options = parser.parse_args()
-    texts = [file.read_text(encoding="utf-8") for file in options.documents or ()] or python_sources()
-    passages = [piece for text in texts for piece in pieces(text, 12)]
+    texts = [file.read_text(encoding="utf-8") for file in options.documents or ()]
+    documents = [
+        text.splitlines(keepends=True) for text in texts or map(inspect.getsource, map(import_module, SOURCES))
+    ]
+    passages = ["".join(lines[at : at + LINES]) for lines in documents for at in range(0, len(lines), LINES)]
     split = words(passages)
     pair = Models(options.draft).load(options.model)
     gsd_kernels.patch(pair.target, **pair.speculation)  # without a draft the history drafts

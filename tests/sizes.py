@@ -25,12 +25,12 @@ BUDGET = {
     "csrc/cpu": 173,
     "csrc/cuda": 64,
     "csrc/torch_ops": 33,
-    "docs": 7,  # 6 before commands, classes and fields were built as well
-    "examples": 21,
+    "docs": 6.6,  # 6 before commands, classes and fields were built as well
+    "examples": 20.2,
     "gsd_kernels": 20,
     "gsd_kernels/ops": 179,
-    "python/gsd_kernels_hub": 11,  # what is laid out for the Hub
-    "python/gsd_kernels_cli": 98,
+    "python/gsd_kernels_hub": 10.4,  # what is laid out for the Hub
+    "python/gsd_kernels_cli": 97.1,
     "python/gsd_kernels_hf": 46,
     "python/gsd_kernels_hf/acceptance": 21,
     "python/gsd_kernels_hf/costs": 11,
@@ -42,11 +42,11 @@ BUDGET = {
     "python/gsd_kernels_hf/sources": 155,
     "python/gsd_kernels_hf/validate": 17,
     "python/gsd_kernels_serve": 88,
-    "python/gsd_kernels_sglang": 19,
+    "python/gsd_kernels_sglang": 17.7,
     "python/gsd_kernels_train": 83,
     "python/gsd_kernels_train/recipes": 3,
     "tests": 900,
-    ".": 9,  # 8 before setup.py asked an nvcc for its version and architectures
+    ".": 8.6,  # 8 before setup.py asked an nvcc for its version and architectures
 }
 """kB of code that a room may have: a ceiling, which only falls.
 
@@ -55,7 +55,7 @@ A commit that adds takes as much from the room. A new room takes its ceiling fro
 """
 
 
-def before() -> dict[str, int]:
+def before() -> dict[str, float]:
     """:data:`BUDGET` where this branch left main, on main that of the commit before; without a history, as it is."""
     for main in ("origin/main", "main"):
         try:
@@ -71,13 +71,13 @@ def _git(*arguments: str) -> str:
     return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
 
 
-def budget_of(text: str) -> dict[str, int]:
+def budget_of(text: str) -> dict[str, float]:
     """:data:`BUDGET` of another version of this file."""
     assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
     return next(ast.literal_eval(node.value) for node in assigned if node.targets[0].id == "BUDGET")
 
 
-def risen(now: dict[str, int], then: dict[str, int]) -> list[str]:
+def risen(now: dict[str, float], then: dict[str, float]) -> list[str]:
     """Say which ceilings are higher than before, and new ones that no other room fell for."""
     said = [f"{room}: {then[room]} kB, now {kb}" for room, kb in now.items() if kb > then.get(room, kb)]
     new = {room: kb for room, kb in now.items() if room not in then}

@@ -49,7 +49,7 @@ def test_the_readme_is_short_has_both_commands_and_a_link_to_every_page():
 
 
 def test_every_public_name_command_class_and_field_is_in_a_page_that_is_built(tmp_path):
-    runpy.run_path(str(ROOT / "docs" / "build.py"))["main"](["--out", str(tmp_path)])
+    runpy.run_path(str(ROOT / "docs" / "build.py"))["main"](tmp_path)
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
     assert all(f"### `{name}`\n" in pages["api"] for name in gsd_kernels.__all__ if name != "__version__")
     assert "**Args**\n\n- `" in pages["api"] and ":func:" not in pages["api"]

@@ -14,7 +14,7 @@ from gsd_kernels_hf.files import decode_utf8
 
 from . import options
 from .demo.smollm2 import NAME
-from .output import err, out, stats_table
+from .output import err, out, table
 from .values import check_draft
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _obey(conversation: Conversation, handle: Patch, message: str) -> None:
         conversation.reset()
         err.print("(begun anew)", style="dim")
     elif message == "/stats" and handle.stats is not None:
-        err.print(stats_table(handle.stats))
+        err.print(table(["", "<"], handle.stats.table()))
     elif message == "/stats":
         err.print("(nothing was answered yet)", style="dim")
     else:

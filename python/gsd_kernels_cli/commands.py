@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -20,26 +19,24 @@ class Commands(TyperGroup):
     The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
     """
 
-    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         show_replacements()
-        return super().main(args, **extra)
+        return super().main(*args, **extra)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        for param in [] if command is None else command.params:
+        for param in getattr(command, "params", ()):
             param.callback = param.callback or finite
         return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except KeyboardInterrupt:
             err.print("gsd-kernels: interrupted")
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            raise
         except (ValueError, TypeError, OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
             if ctx.params.get("debug"):
                 raise
@@ -53,7 +50,7 @@ class Commands(TyperGroup):
         """An error's text with the option in place of the library's argument that it begins with."""
         argument, colon, rest = message.partition(":")
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        for param in [] if command is None else command.params:
+        for param in getattr(command, "params", ()):
             if param.name == argument.replace("_tokenizer", "_model") and param.opts[0].startswith("-"):
                 return f"{param.opts[0]}{colon}{rest}"
         return message

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gsd_kernels_hf.files import check_writable
+from gsd_kernels_hf.files import check_writable, path_of
 
 from . import options, values
 from .output import out, print_json, progress
@@ -53,6 +55,7 @@ def command(
         from gsd_kernels_hf.engine.options import Options
         from gsd_kernels_hf.engine.resolved import Sources
         from gsd_kernels_hf.exported.folder import PLACES
+        from gsd_kernels_hf.sources.checkpoints import fetch
         from gsd_kernels_hf.sources.load import OWN
 
         from . import demo
@@ -70,7 +73,12 @@ def command(
         if drafts.draft_heads == "demo":
             named["draft_heads"] = str(heads_folder())
         target = write.checkpoint_folder(model, "--model", drafts.revision)
-        parts = write.folders_of(named, drafts.draft_revision)
+        how: dict[str, Callable[[str, str], Path]] = {
+            "assistant_model": partial(write.checkpoint_folder, revision=drafts.draft_revision),
+            "corpus": lambda where, _: path_of(where),
+        }
+        # A drafter that is the target's own heads has no folder.
+        parts = {o: how.get(o, fetch)(where, o) for o, where in named.items() if where not in (None, OWN)}
         own = {"drafter": OWN} if drafts.drafter == OWN else {}
         fetched = dict.fromkeys((*values.SOURCES, "revision", "draft_revision")) | parts | own
         pair = load_pair(str(target), options.Models(**{**vars(drafts), **fetched}))

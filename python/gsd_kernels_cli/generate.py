@@ -10,7 +10,7 @@ import typer
 
 from . import options
 from .demo import smollm2
-from .output import err, progress, stats_table
+from .output import err, progress, table
 
 STATS = ("none", "table", "json")
 
@@ -86,4 +86,4 @@ def command(
     if stats == "json":
         err.print(json.dumps(result.stats.as_dict()))
     elif stats == "table":
-        err.print(stats_table(result.stats))
+        err.print(table(["", "<"], result.stats.table()))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from . import options
+from gsd_kernels_hf.files import checkpoint_place, read_utf8
+from gsd_kernels_hf.progress import Update, tracked
+
+from . import demo, options
 from .output import err, progress
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gsd_kernels_hf.progress import Update
 
 
 def command(
@@ -43,9 +42,6 @@ def command(
     Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left; killed, a folder .partial-… beside,
     which the next run removes.
     """
-    from gsd_kernels_hf.files import checkpoint_place, read_utf8
-    from gsd_kernels_hf.progress import tracked
-
     from .corpus import build_corpus, files_of, tokenized
 
     named = {Path(name) for name in files}
@@ -67,11 +63,8 @@ def command(
     with progress("loading the tokenizer"):
         from transformers import AutoTokenizer
 
-        from gsd_kernels_cli import demo
-
         place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
-        by = {"revision": revision} if revision else {}
-        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
+        loaded = AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
     with tracked("indexing", len(paths), "files") as update:
         header = build_corpus(out, tokenized(texts(update), loaded), tokenizer=loaded)
     size = sum(file.stat().st_size for file in out.iterdir())

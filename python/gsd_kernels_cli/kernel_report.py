@@ -221,13 +221,12 @@ def shipped_cases() -> list[Case]:
         _sampling("sample_rows", "temperature", half, t=0.7),
         _sampling("draft_candidates", "temperature, candidates", half, t=0.7, K=8),
         _sampling("sample_rows", "min-p", half, t=0.7, m=0.05),
-        _sampling("draft_candidates", "all warpers, candidates", single, *WARPERS, K=4),
+        _sampling(
+            "draft_candidates", "all warpers, candidates", single, *"temperatures top_ks top_ps min_ps".split(), K=4
+        ),
         *_caches(128, half, 11),
         *_caches(256, single, 128),
     ]
-
-
-WARPERS = ("temperatures", "top_ks", "top_ps", "min_ps")
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
 from gsd_kernels_hf.exported.folder import FILE, HUB, PLACES, write_options
-from gsd_kernels_hf.files import HUB_ID, path_of, write_folder, write_text
+from gsd_kernels_hf.files import HUB_ID, write_folder, write_text
 from gsd_kernels_hf.progress import tracked
 from gsd_kernels_hf.sources.checkpoints import INDEX, WEIGHTS, fetch
-from gsd_kernels_hf.sources.load import OWN
 
 WANTED = "*.json *.safetensors *.jinja *.model *.txt *.tiktoken *.py README.md LICENSE* NOTICE*".split()
 """Files of a checkpoint that are taken along, by their names: weights as safetensors alone."""
@@ -65,23 +63,6 @@ def checkpoint_folder(where: str | os.PathLike[str], what: str, revision: str | 
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), its tokenizer too"
         )
     return folder
-
-
-def folders_of(named: Mapping[str, str | None], draft_revision: str | None) -> dict[str, Path]:
-    """The folders of what drafts, fetched where they are hub ids; a drafter that is the target's own heads has none.
-
-    Args:
-        named: places by their options, those of :data:`PLACES`; ``None`` for none.
-        draft_revision: of the draft model on the hub.
-
-    Raises:
-        ValueError: there is no such folder, or one whose files cannot be taken along.
-    """
-    other: dict[str, Callable[[str, str], Path]] = {
-        "assistant_model": partial(checkpoint_folder, revision=draft_revision),
-        "corpus": lambda where, _: path_of(where),
-    }
-    return {o: other.get(o, fetch)(where, o) for o, where in named.items() if where not in (None, OWN)}
 
 
 def write_model_folder(

@@ -10,13 +10,10 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from gsd_kernels_hf import GenerationStats
 
 OK, FAILURE, USAGE, DIFFERS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -100,8 +97,3 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         result.add_row(*row)
     return result
-
-
-def stats_table(stats: GenerationStats) -> Table:
-    """The statistics of one ``generate`` call."""
-    return table(["", "<"], stats.table())

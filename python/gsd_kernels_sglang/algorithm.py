@@ -9,6 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from .options import Options, check_flags
 
+NGRAM = SpeculativeAlgorithm.NGRAM
 DEFAULTS = {
     "speculative_num_draft_tokens": 16,
     "speculative_eagle_topk": 4,
@@ -25,15 +26,19 @@ class GraphAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
-    carries_draft_hidden_states = staticmethod(SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states)
-    create_future_map = staticmethod(SpeculativeAlgorithm.NGRAM.create_future_map)
-    need_topk = staticmethod(SpeculativeAlgorithm.NGRAM.need_topk)
+    carries_draft_hidden_states = staticmethod(NGRAM.carries_draft_hidden_states)
+    create_future_map = staticmethod(NGRAM.create_future_map)
+    need_topk = staticmethod(NGRAM.need_topk)
 
     def get_platform_worker_cls(self) -> type | None:
         return None
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in what the user left open."""
+        """Fill in what the user left open.
+
+        Raises:
+            ValueError: pages of several tokens, with the flag that cures it.
+        """
         for name, value in DEFAULTS.items():
             if getattr(server_args, name) is None:
                 setattr(server_args, name, value)
@@ -44,7 +49,13 @@ class GraphAlgorithm(CustomSpecAlgo):
         server_args.enable_mixed_chunk = False
         server_args.disable_overlap_schedule = True  # a draft starts from what the step before it accepted
         Options.read().graph_config(rows, branch)
-        check_paging(server_args)
+        # Where SGLang moves accepted branches wrongly.
+        paged = (server_args.page_size or 1) > 1 and branch > 1
+        if paged and server_args.attention_backend != "flashinfer":
+            raise ValueError(
+                f"--page-size: expected 1 with --speculative-algorithm GSD, got {server_args.page_size}: SGLang "
+                "verifies branches over larger pages with --attention-backend flashinfer only"
+            )
 
 
 def check(server_args: Any) -> None:
@@ -71,17 +82,3 @@ def check(server_args: Any) -> None:
     check_flags(
         getattr(server_args, "speculative_num_draft_tokens", None), getattr(server_args, "speculative_eagle_topk", None)
     )
-
-
-def check_paging(server_args: Any) -> None:
-    """Refuse pages of several tokens where SGLang moves accepted branches wrongly.
-
-    Raises:
-        ValueError: with the flag that cures it.
-    """
-    paged = (server_args.page_size or 1) > 1 and server_args.speculative_eagle_topk > 1
-    if paged and server_args.attention_backend != "flashinfer":
-        raise ValueError(
-            f"--page-size: expected 1 with --speculative-algorithm GSD, got {server_args.page_size}: SGLang verifies "
-            "branches over larger pages with --attention-backend flashinfer only"
-        )

@@ -127,7 +127,10 @@ class Drafter:
 
     def _grown(self, roots: Tensor, tail: Tensor, numbers: Tensor, levels: int) -> TokenGraph:
         """The graphs of a step, from what the histories know."""
-        config, graph = self.config, self._storage(len(roots))
+        config, batch = self.config, len(roots)
+        if self.graph is None or len(self.graph.num_nodes) < batch:
+            self.graph = TokenGraph.empty(batch, config, "cpu")
+        graph = TokenGraph(*(tensor[:batch] for tensor in self.graph.tensors()))
         graph.reset(roots, tail)
         nodes = graph.root_frontier()
         for level in range(levels):
@@ -143,8 +146,3 @@ class Drafter:
             if not bool((nodes >= 0).any()):
                 break
         return graph
-
-    def _storage(self, batch: int) -> TokenGraph:
-        if self.graph is None or len(self.graph.num_nodes) < batch:
-            self.graph = TokenGraph.empty(batch, self.config, "cpu")
-        return TokenGraph(*(tensor[:batch] for tensor in self.graph.tensors()))

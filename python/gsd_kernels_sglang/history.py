@@ -15,7 +15,7 @@ from .options import Options
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in a text, not picked by the target
 LONGEST_READ = 1 << 15  # tokens of a text, the last ones
 RELIABILITY = (0.0, 0.5, 0.7, 0.85, 0.95)  # of a continuation, by the length of the context that it was found by
-OTHERS = {"longer": 0.8, "equal": 0.4, "shorter": 0.1}  # weight of what other requests know, by its context's length
+OTHERS = (0.4, 0.8, 0.1)  # weight of what other requests know by a context as long, a longer one, a shorter one
 
 Candidates = tuple[Tensor, Tensor]
 
@@ -38,14 +38,11 @@ class History:
         self.shared: NgramTable | None = None
         if options.shared:
             self.shared = NgramTable.empty(1, branch, "cpu", capacity=options.capacity, max_context=options.context)
-        reliability = [*RELIABILITY, *(RELIABILITY[-1] for _ in range(options.context))][: options.context + 1]
-        self.log_reliability = torch.tensor(reliability, dtype=torch.float32, device="cpu").log()
-        own, others = torch.meshgrid(
-            *(torch.arange(options.context + 1, device="cpu") for _ in range(2)), indexing="ij"
-        )
-        weights = torch.full(own.shape, OTHERS["equal"], dtype=torch.float32, device="cpu")
-        weights[others > own], weights[others < own] = OTHERS["longer"], OTHERS["shorter"]
-        weights[own == 0], weights[others == 0] = 1.0, 0.0
+        lengths = torch.arange(options.context + 1, device="cpu")
+        reliability = torch.tensor(RELIABILITY, dtype=torch.float32, device="cpu").log()
+        self.log_reliability = reliability[lengths.clamp(max=len(RELIABILITY) - 1)]
+        weights = torch.tensor(OTHERS, dtype=torch.float32, device="cpu")[(lengths - lengths[:, None]).sign()]
+        weights[0], weights[:, 0] = 1.0, 0.0  # [own match, others']
         self.weights = weights.flatten()  # [(context + 1)²], by the lengths of both matches
 
     def clear(self) -> None:

@@ -57,11 +57,11 @@ class Options:
             value = getattr(self, name)
             if value is None and name == "batch_rows":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if type(value) is not int:
                 raise TypeError(f"{VARIABLE}: {name}: expected a whole number, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{VARIABLE}: {name}: expected {low} … {high}, got {value}")
-        if not isinstance(self.shared, bool):
+        if type(self.shared) is not bool:
             raise TypeError(f"{VARIABLE}: shared: expected true or false, got {self.shared!r}")
         if self.capacity & (self.capacity - 1):
             raise ValueError(f"{VARIABLE}: capacity: expected a power of two, got {self.capacity}")

@@ -129,7 +129,5 @@ class Departures:
 def text_of(request: Any) -> Text:
     """A request of SGLang as the drafter needs it."""
     prompt, output = request.origin_input_ids_unpadded, request.output_ids
-    tail = list(output[-TAIL:])
-    if len(tail) < TAIL:
-        tail = [*prompt[-(TAIL - len(tail)) :], *tail]
-    return Text(request.rid, tail, lambda: [*prompt, *output])
+    tail = [*prompt[-TAIL:], *output[-TAIL:]]
+    return Text(request.rid, tail[-TAIL:], lambda: [*prompt, *output])
