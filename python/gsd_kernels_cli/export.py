@@ -73,10 +73,8 @@ def command(
         if drafts.draft_heads == "demo":
             named["draft_heads"] = str(heads_folder())
         target = write.checkpoint_folder(model, "--model", drafts.revision)
-        how: dict[str, Callable[[str, str], Path]] = {
-            "assistant_model": partial(write.checkpoint_folder, revision=drafts.draft_revision),
-            "corpus": lambda where, _: path_of(where),
-        }
+        how: dict[str, Callable[[str, str], Path]] = {"corpus": lambda where, _: path_of(where)}
+        how["assistant_model"] = partial(write.checkpoint_folder, revision=drafts.draft_revision)
         # A drafter that is the target's own heads has no folder.
         parts = {o: how.get(o, fetch)(where, o) for o, where in named.items() if where not in (None, OWN)}
         own = {"drafter": OWN} if drafts.drafter == OWN else {}
