@@ -11,11 +11,8 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
-from .gpu.stages import main
+from .gpu.stages import ROOT, main
 from .kernels import commands as kernels
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench/results"
 
 
 def gpu(context: typer.Context) -> None:
@@ -35,7 +32,7 @@ def tune_attention(
 
 def readme(
     files: Annotated[list[Path] | None, typer.Option("--readme", help="Repeatable. Default: README.md.")] = None,
-    results: Annotated[Path, typer.Option(show_default=False, help="Default: bench/results.")] = RESULTS,
+    results: Annotated[Path, typer.Option(show_default=False, help="Default: bench/results.")] = ROOT / "bench/results",
     check: Annotated[bool, typer.Option("--check", help="Change nothing, fail if a file is out of date.")] = False,
 ) -> None:
     """Write the measured table of README.md from the results."""

@@ -107,7 +107,7 @@ class Report:
         first = [run for run in runs if run["round"] == 0]
         same, as_plain = ([run[key] for run in first if key in run] for key in ("same", "same_as_plain"))
         parted = [run["divergence"]["within_rounding"] for run in first if run.get("divergence")]
-        by_kind = _grouped(runs, lambda run: self.prompts[run["prompt"]]["kind"])
+        by_kind = grouped(runs, lambda run: self.prompts[run["prompt"]]["kind"])
         against = self.settings["against"]
         beside = [run["beside_seconds"] for run in runs]
         return {
@@ -130,7 +130,7 @@ class Report:
 
     def _figures(self, runs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         """Rates of some runs; the acceptance length is the mean over questions, all turns of one together."""
-        questions = _grouped(runs, lambda run: self.prompts[run["prompt"]].get("question", run["prompt"]))
+        questions = grouped(runs, lambda run: self.prompts[run["prompt"]].get("question", run["prompt"]))
         lengths = [_per_step(each) for each in questions.values()]
         tokens, seconds = (sum(of) for of in zip(*_totals(runs).values(), strict=True))
         return {
@@ -140,7 +140,7 @@ class Report:
         }
 
 
-def _grouped(runs: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
+def grouped(runs: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault(key(run), []).append(run)
@@ -151,7 +151,7 @@ def _totals(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
     """Tokens and seconds of one way's runs by prompt, the mean over the rounds."""
     return {
         prompt: tuple(statistics.fmean(run[key] for run in each) for key in ("tokens", "seconds"))
-        for prompt, each in _grouped(runs, lambda run: run["prompt"]).items()
+        for prompt, each in grouped(runs, lambda run: run["prompt"]).items()
     }
 
 

@@ -11,12 +11,10 @@ import typer
 
 from gsd_kernels_cli import options, values
 from gsd_kernels_cli.groups import with_groups
+from gsd_kernels_hf.files import write_json
 
 from ..lib.options import DTYPES, RESULTS, DtypeOption, Name, Out, Quick, device_of, dtype_of, keep
 
-Backends = Annotated[
-    list[str] | None, typer.Option("--backend", help="Ours to measure; repeatable. Default: all that run here.")
-]
 Peers = Annotated[
     list[str] | None, typer.Option("--peer", help="Peers to measure; repeatable, or none. Default: all that run here.")
 ]
@@ -25,27 +23,33 @@ Shapes = Annotated[
     typer.Option("--shape", help="Named after a model: llama-2-7b, …; repeatable. Default: several."),
 ]
 Rows = Annotated[list[int] | None, typer.Option(help="Repeatable. Default: a grid.")]
-AcceptedRows = Annotated[list[int] | None, typer.Option(help="Accepted rows; repeatable.")]
-Prefixes = Annotated[list[int] | None, typer.Option("--prefix", help="Cached tokens; repeatable. Default: a grid.")]
-Seconds = Annotated[float, typer.Option(min=0.0, help="For each measurement.")]
 
 
 @dataclass(frozen=True)
 class Case:
     """Options of all kernel cases."""
 
-    backends: Backends = None
+    backends: Annotated[
+        list[str] | None, typer.Option("--backend", help="Ours to measure; repeatable. Default: all that run here.")
+    ] = None
     dtype: DtypeOption = None
     device: options.Device = None
     quick: Quick = False
-    seconds: Seconds = 0.5
+    seconds: Annotated[float, typer.Option(min=0.0, help="For each measurement.")] = 0.5
     out: Out = RESULTS
     name: Name = None
 
 
 @with_groups
 def attention(
-    *, shapes: Shapes = None, rows: Rows = None, prefixes: Prefixes = None, peers: Peers = None, case: Case
+    *,
+    shapes: Shapes = None,
+    rows: Rows = None,
+    prefixes: Annotated[
+        list[int] | None, typer.Option("--prefix", help="Cached tokens; repeatable. Default: a grid.")
+    ] = None,
+    peers: Peers = None,
+    case: Case,
 ) -> None:
     """One layer's attention under a tree mask; peers: SDPA with a mask, FlexAttention, flash-attn, FlashInfer."""
     _run("attention", case, peers, shapes=shapes, rows=rows, prefixes=prefixes)
@@ -64,7 +68,13 @@ def sample(*, shapes: Shapes = None, rows: Rows = None, peers: Peers = None, cas
 
 
 @with_groups
-def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = None, case: Case) -> None:
+def commit(
+    *,
+    shapes: Shapes = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Accepted rows; repeatable.")] = None,
+    peers: Peers = None,
+    case: Case,
+) -> None:
     """Keeping the accepted keys and values of all layers; peer: a copy a layer with torch."""
     _run("commit", case, peers, shapes=shapes, rows=rows)
 
@@ -78,8 +88,6 @@ def step_overhead(
 ) -> None:
     """Cost of one step's graph ops beside the target's forward: merge × depth + flatten + verify + commit."""
     import torch
-
-    from gsd_kernels_hf.files import write_json
 
     from .rows import step_overhead
 
@@ -121,8 +129,6 @@ def rows(
 ) -> None:
     """A target's forward of rows beside its modules and the time that reading the weights takes."""
     import torch
-
-    from gsd_kernels_hf.files import write_json
 
     from .rows import run, table
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 
 from . import validate
 from .engine.decoder import GraphDecoder
-from .engine.engine import Engines, let_go_of_unpatched
+from .engine.engine import Engines, engines_of
 from .engine.known import learned_of
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
@@ -231,9 +230,7 @@ class Patch(threading.local):
         self.entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.entered = False
         with _lock:
             if self.patched:
@@ -361,7 +358,7 @@ def patch(model: PreTrainedModel, **options: Any) -> Patch:
                     return there
             raise ValueError("model: already patched with other options; give these to a call, or unpatch(model) first")
         vars(inner).update(zip(_PATCHED, (handle, accelerated, accelerated.reduce_model), strict=True))
-    let_go_of_unpatched(inner)
+    engines_of(inner).let_go()  # captured steps that calls outside a patch left
     return handle
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-__all__ = ["cure", "packages"]
-
 DISTRIBUTION = "gsd-kernels"
 
 

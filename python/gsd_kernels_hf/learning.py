@@ -34,8 +34,6 @@ from .sources.memory import MOST_CONTEXTS, Learned, prior
 
 logger = logging.getLogger("gsd_kernels")
 
-__all__ = ["everyday_prompts", "learn"]
-
 Prompt = str | Sequence[dict[str, str]] | Tensor
 
 SHAPE = GraphConfig(depth=0, branch=4, max_rows=12, merge_context=2, history_depth=12, history_width=6)

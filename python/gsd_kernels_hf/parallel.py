@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,6 @@ import gsd_kernels
 
 from .records import Verified
 from .validate import check_heads
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -55,7 +51,7 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
     Raises:
         ValueError: it is sharded in another way as well, or its heads do not divide.
     """
-    mesh: DeviceMesh | None = getattr(model, "_device_mesh", None)
+    mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None or not dist.is_initialized():
         return None
     names = mesh.mesh_dim_names or ()
@@ -66,7 +62,8 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
     if mesh.size() == 1:
         return None
     check_heads(name, model.config, mesh.size())
-    return mesh.get_group()
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
 
 
 class Ranks:

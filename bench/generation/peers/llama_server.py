@@ -68,7 +68,7 @@ class LlamaServer(Engine):
 
     @property
     def name(self) -> str:
-        return "-".join(["llama-cpp", *([self.weights or "file"] if self.weights or self.source else [])])
+        return "-".join(filter(None, ("llama-cpp", self.weights or "file" * (self.source is not None))))
 
     def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
         from .gguf_file import write_gguf
@@ -192,7 +192,9 @@ class _Server:
 
     def ask(self, path: str, request: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Its status and what it answers, to a request by POST."""
-        with closing(_Connection(self.path)) as connection:
+        with closing(http.client.HTTPConnection("localhost")) as connection:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # which it then opens none for
+            connection.sock.connect(self.path)
             method, body = ("GET", None) if request is None else ("POST", json.dumps(request))
             connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -210,15 +212,3 @@ def _end_with_parent() -> None:
     import signal
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-class _Connection(http.client.HTTPConnection):
-    """HTTP by a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
-        self.path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(self.path)

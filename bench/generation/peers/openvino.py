@@ -13,7 +13,6 @@ from .base import Engine, Place, Setting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOATS = "floats"
 LOOKUP_NGRAM = 3  # the longest that is looked for
 
 
@@ -35,11 +34,11 @@ class OpenVino(Engine):
 
     @property
     def name(self) -> str:
-        return "-".join(["openvino", *([self.weights] if self.weights else []), *([FLOATS] if self.floats else [])])
+        return "-".join(filter(None, ("openvino", self.weights, "floats" * self.floats)))
 
     @property
     def packages(self) -> tuple[str, ...]:
-        return ("openvino", "openvino_genai", "openvino_tokenizers", *(["nncf"] if self.weights else []))
+        return ("openvino", "openvino_genai", "openvino_tokenizers", *["nncf"] * bool(self.weights))
 
     def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
         from gsd_kernels_cli import demo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,8 @@ def read_chats(file: Path | None = None, limit: int | None = None) -> tuple[list
     names = [chat.name for chat in chats]
     if len(set(names)) < len(names):
         raise ValueError(f"--prompts: {place}: two prompts have the name {max(names, key=names.count)!r}")
-    seen: Counter[str] = Counter()
-    reported = []
-    for chat in chats:
-        seen[chat.kind] += 1
-        if limit is None or seen[chat.kind] <= limit:
-            reported.append(chat)
+    kinds = [chat.kind for chat in chats]
+    reported = [chat for n, chat in enumerate(chats) if limit is None or kinds[:n].count(chat.kind) < limit]
     return reported, others or chats[:TUNED_ON]
 
 

@@ -31,7 +31,7 @@ from ..options import OfPrompt, OfReal, OfSources
 from ..pairs import Prompt, endless
 from ..peers.race import peers
 from ..race import Race, terminable
-from ..report import Report
+from ..report import Report, grouped
 from .models import Real, bits_of, load_real
 from .prompts import LONG, Chat, encoded, read_chats
 
@@ -50,9 +50,8 @@ def name_of(given: OfReal) -> str:
     """Of the file of results: README's table is made of the whole run of this benchmark's own model and prompts."""
     places = (given.model, given.draft, given.drafter, given.prompts)
     own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in places if part is not None]
-    part = ["part"] if given.ways else []
     quick = [] if given.limit is None else ["quick" if given.limit == 1 else f"first-{given.limit}"]
-    return "-".join([NAME, given.dtype, *own, *part, *quick])
+    return "-".join([NAME, given.dtype, *own, *["part"] * bool(given.ways), *quick])
 
 
 @terminable()
@@ -276,9 +275,7 @@ def count(model: Any, prompts: list[Any], rows: list[int | str], new_tokens: int
 
 def sources_table(counts: Runs) -> str:
     """Tokens a step by way and kind of work, and rows a step."""
-    ways: dict[str, Runs] = {}
-    for run in counts:
-        ways.setdefault(run["way"], []).append(run)
+    ways = grouped(counts, lambda run: run["way"])
 
     def a_step(what: str, runs: Runs, kind: str | None = None) -> float:
         of = [run for run in runs if kind in (None, run["kind"])]

@@ -136,11 +136,6 @@ class Launched:
         record = self.verified if self.sent is None else None  # over which the step behind it may be writing
         return Observation(record, [len(tokens) for tokens in heard.tokens], rows, target, other, late)
 
-    def wait(self) -> None:
-        """Wait for it, if it was queued in vain."""
-        if self.sent is not None:
-            self.sent[2].synchronize()
-
 
 logger = logging.getLogger("gsd_kernels")
 

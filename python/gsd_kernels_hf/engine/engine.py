@@ -70,12 +70,9 @@ class Parked:
         self.session: Session | None = session
         self._places: list[tuple[dict[str, Any], str]] = []
 
-        def weakly(value: Any) -> Any:
-            return refs.get(id(value), value)
-
         for variables in _variables(session):
             for name, value in list(variables.items()):
-                waiting = _exchanged(value, weakly)
+                waiting = _exchanged(value, lambda one: refs.get(id(one), one))
                 if waiting is not value:
                     variables[name] = waiting
                     self._places.append((variables, name))
@@ -311,11 +308,3 @@ def engines_of(model: Any) -> Engines:
     """The engines of calls outside a patch: they keep statistics, and captured steps on a GPU."""
     with _lock:
         return _unpatched.setdefault(model, Engines())
-
-
-def let_go_of_unpatched(model: Any) -> None:
-    """Return the memory of captured steps that calls outside a patch left."""
-    with _lock:
-        engines = _unpatched.get(model)
-    if engines is not None:
-        engines.let_go()

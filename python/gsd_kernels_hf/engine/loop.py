@@ -50,8 +50,8 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
                 _hear(queued, policy, ranks, out, learns=not between)
                 queued = None
     finally:
-        if queued is not None:
-            queued.wait()
+        if queued is not None and queued.sent is not None:  # in vain
+            queued.sent[2].synchronize()
     policy.end()
     return out.stats
 

@@ -138,7 +138,13 @@ class Output:
         self.finished = all(self.done)
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
         self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
-        self._warn_of_length()
+        if self.positions is not None and self.longest > self.positions and not self.finished:
+            # Once, as transformers does.
+            logger.warning(
+                "the text goes on beyond the %d positions that the model was made for (max_position_embeddings)",
+                self.positions,
+            )
+            self.positions = None
 
     def why_not_finite(self) -> str | None:
         """Name what of the target is not finite for the texts so far; ``None``: nothing that was found."""
@@ -150,15 +156,6 @@ class Output:
             if reason := not_finite_for(self.session.target.model, ids[ids >= 0]):
                 return reason
         return None
-
-    def _warn_of_length(self) -> None:
-        """Say once that the text goes on beyond the model's positions, as transformers does."""
-        if self.positions is not None and self.longest > self.positions and not self.finished:
-            logger.warning(
-                "the text goes on beyond the %d positions that the model was made for (max_position_embeddings)",
-                self.positions,
-            )
-            self.positions = None
 
     def result(self) -> Tensor | GraphGenerateOutput:
         """The return value of ``generate``: int64 [batch, length], or transformers' output with the statistics."""
