@@ -233,7 +233,7 @@ def agreeing(rows: Rows) -> Tensor:
 
 
 @torch.inference_mode()
-def step_overhead(shape: str, device: torch.device, dtype: torch.dtype, batch: int = 1) -> dict[str, Any]:
+def step_overhead(shape: str, device: torch.device, dtype: torch.dtype, batch: int) -> dict[str, Any]:
     """Cost of one decode step's graph ops beside the target's forward: merge × depth + flatten + verify + commit.
 
     The target has one row a forward and a 256-token prefix in its cache: what an ordinary decoding step costs. The

@@ -94,7 +94,7 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
     return Timing.of(samples[WARM_SAMPLES:], f"{clock}, host included" if idle else clock)
 
 
-def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:
+def copy_bandwidth(device: torch.device, *, quick: bool) -> float:
     """Bytes per second of one large ``Tensor.copy_``, read and write both counted."""
     size = (64 << 20) if quick else (1 << 30 if device.type == "cuda" else 256 << 20)
     source = torch.ones(size, dtype=torch.uint8, device=device)

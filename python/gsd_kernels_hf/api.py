@@ -39,8 +39,7 @@ logger = logging.getLogger("gsd_kernels")
 _PATCH = "_gsd_patch"
 _PATCHED = (_PATCH, "generate", "__reduce_ex__")  # what a patch puts on a model
 _lock = forkable_lock()
-_THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  # transformers' too
-_OURS = tuple(name for name in OPTIONS if name not in _THEIRS)
+_OURS = {*OPTIONS} - {"assistant_model", "streamer", "tokenizer", "assistant_tokenizer"}  # those are transformers' too
 _WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Given = ParamSpec("_Given")
@@ -100,10 +99,11 @@ def generate(
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
-    report_draft_lengths(_without_prompt(kwargs), generation_config, model)
+    settings = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}  # without the prompt
+    report_draft_lengths(settings, generation_config, model)
     decoder = GraphDecoder(**options)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
-    merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
+    merged, _ = model._prepare_generation_config(generation_config, **settings)
     if counts := validate.check_counts(vars(merged)):
         generation_config = copy.copy(generation_config or model.generation_config)
         vars(generation_config).update(counts)
@@ -116,10 +116,9 @@ def generate(
         own = StopStrings(decoder.tokenizer, merged.stop_strings)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
-    handle = handle_of(model)
+    handle, learner = handle_of(model), None
     if handle is not None:
-        decoder.engines = handle.engines
-    learner = None if handle is None else handle.engines.learner
+        decoder.engines, learner = handle.engines, handle.engines.learner
     decoder.sources = sources
     try:
         with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
@@ -180,10 +179,6 @@ def theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) -> 
     return kept
 
 
-def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
-
-
 class Patch(threading.local):
     """The handle that :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
 
@@ -242,7 +237,7 @@ class Patch(threading.local):
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"
         count = len(self.engines.sessions)
-        texts = "1 text" if count == 1 else f"{count} texts"
+        texts = f"{count} text{'s' * (count != 1)}"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
         copied = copied_bytes(self.model)
         memory += f", {copied / 2**20:,.1f} MiB of packed weights in an order of their own" if copied else ""
@@ -297,8 +292,8 @@ class _Accelerated:
         finally:
             self.handle.handed_over = False
         total = time.perf_counter() - start
-        parts = {"prefill": 0.0, "draft": 0.0, "target": 0.0, "other": total, "total": total}
-        self.handle.stats = GenerationStats(seconds=parts, why=reason)
+        self.handle.stats = stats = GenerationStats(why=reason)
+        stats.seconds |= {"other": total, "total": total}
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:

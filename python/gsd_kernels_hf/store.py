@@ -159,7 +159,7 @@ _waiting: dict[tuple[Path, str], tuple[Document, Mapping[str, Any]]] = {}
 _writer = threading.Timer(0.0, lambda: None)
 
 
-def write_later(document: Document, sections: Mapping[str, Any], part: str = "") -> None:
+def write_later(document: Document, sections: Mapping[str, Any], part: str) -> None:
     """Have sections written in a few seconds by a thread, or when the process ends: no call waits for a disk.
 
     Args:

@@ -15,7 +15,7 @@ _BASE = 10000.0  # of the frequencies that the factors correct
 _TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
 
 
-def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) -> None:
+def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int]) -> None:
     """Write ``folder``/model.gguf: matrices in the model's dtype to the bit, norms in float32 as llama.cpp wants them.
 
     Its vocabulary has the right size and no meaning: prompts and texts are token ids. A text ends at the first of
@@ -56,18 +56,14 @@ def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.named_parameters():  # a head that is the embedding is not among them
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight = _interleaved(weight, config.head_dim)
+            # In llama.cpp's order: rotary pairs side by side, not half a head apart.
+            halves = weight.reshape(-1, 2, config.head_dim // 2, weight.shape[1])
+            weight = halves.transpose(1, 2).reshape(weight.shape)
         _add(writer, str(names.get_name(name, try_suffixes=(".weight",))), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of a query or key projection in llama.cpp's order: rotary pairs side by side, not half a head apart."""
-    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
-    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:

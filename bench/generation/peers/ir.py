@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 FILE = "openvino_model.xml"
 
 
-def write_ir(model: LlamaForCausalLM, folder: Path, weights: str = "") -> None:
+def write_ir(model: LlamaForCausalLM, folder: Path, weights: str) -> None:
     """Write ``folder``/openvino_model.xml and .bin, with the keys and values as the model's state.
 
     Inputs are ``input_ids``, ``attention_mask``, ``position_ids`` and ``beam_idx``, as OpenVINO GenAI gives them; the
