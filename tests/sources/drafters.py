@@ -176,7 +176,7 @@ def unrolled(text: torch.Tensor, labels: torch.Tensor, features: Any, step: Call
 def fit_eagle3(module: Any, target, steps: int = 60, rate: float = 0.02) -> Any:
     """Fit a recursive drafter to the target's own text."""
     text, chosen, embed, draft_id, _ = lessons(module, target)
-    head = target.get_output_embeddings()
+    head = module.lm_head or target.get_output_embeddings()
 
     def step(tokens, features):
         positions = torch.arange(tokens.shape[1]).expand(len(text), -1)

@@ -138,7 +138,7 @@ def p_eagle(name: str) -> Eagle3:
 
 @functools.cache
 def fitted_p_eagle(name: str) -> Eagle3:
-    return fit_eagle3(p_eagle(name), llama(), steps=60)
+    return fit_eagle3(p_eagle(name), llama())
 
 
 @functools.cache

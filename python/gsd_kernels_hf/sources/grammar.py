@@ -155,7 +155,7 @@ def _read(words: tuple[bytes, ...], special: tuple[int, ...]) -> Vocabulary:
 def holds_grammar(processors: Sequence[Any]) -> bool:
     """Return whether a processor has a grammar of a library that is known here."""
     kinds = _kinds("GrammarMatcher", "CompiledGrammar", "LLMatcher", "LLTokenizer")
-    return any(isinstance(value, kinds) for value in _values(processors))
+    return bool(kinds) and any(isinstance(value, kinds) for value in _values(processors))
 
 
 def _kinds(*names: str) -> tuple[type, ...]:
