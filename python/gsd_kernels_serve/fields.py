@@ -75,6 +75,9 @@ _KEPT = "nothing is kept of a request, so there is nothing to come back to"
 _LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
 _BY_GRAMMAR = "JSON by a grammar, which needs the package `xgrammar`"
+_SAME = "the same text again, whatever else is served"
+_WHO = "who asks is not looked at"
+_NOT_SHORTENED = "no text is shortened"
 _TOLD = "tokens of the answer; 1,024 without it"
 _OWN = "of the model itself, before temperature, penalties, bias and grammar"
 _seed = whole(-(2**63), 2**64 - 1)
@@ -123,8 +126,8 @@ FIELDS: tuple[Field, ...] = (
     _honoured("top_p", ENDPOINTS, number(0, 1), "samples"),
     _honoured("top_k", ENDPOINTS, whole(-1), "samples; 0 and -1 are off", own=True),
     _honoured("min_p", ENDPOINTS, number(0, 1), "samples", own=True),
-    _honoured("seed", BOTH, _seed, "the same text again, whatever else is served"),
-    _honoured("seed", (RESPONSES,), _seed, "the same text again, whatever else is served", own=True),
+    _honoured("seed", BOTH, _seed, _SAME),
+    _honoured("seed", (RESPONSES,), _seed, _SAME, own=True),
     _honoured("frequency_penalty", BOTH, number(-2, 2), "taken off a token's logit for each time the answer has it"),
     _honoured("presence_penalty", BOTH, number(-2, 2), "taken off the logit of every token that the answer has"),
     _honoured(
@@ -195,8 +198,8 @@ FIELDS: tuple[Field, ...] = (
     ),
     _honoured("metadata", (RESPONSES,), dict, "in the response, as it came", most=NOTES),
     # ---- what asks for nothing here
-    _harmless("user", ENDPOINTS, StrictStr, "who asks is not looked at"),
-    _harmless("safety_identifier", TEMPLATED, StrictStr, "who asks is not looked at"),
+    _harmless("user", ENDPOINTS, StrictStr, _WHO),
+    _harmless("safety_identifier", TEMPLATED, StrictStr, _WHO),
     _harmless("prompt_cache_key", TEMPLATED, StrictStr, "there is one cache, which every request begins with"),
     _harmless("service_tier", TEMPLATED, one_of("auto", "default"), "there is one tier; others are refused"),
     _harmless("parallel_tool_calls", TEMPLATED, StrictBool, "how many calls a text has is the model's to choose"),
@@ -211,8 +214,8 @@ FIELDS: tuple[Field, ...] = (
     _refused("background", (RESPONSES,), _KEPT, False),
     _refused("background_options", (RESPONSES,), _KEPT, {}),
     _refused("prompt", (RESPONSES,), "no prompts are stored"),
-    _refused("context_management", (RESPONSES,), "no text is shortened", []),
-    _refused("truncation", (RESPONSES,), "no text is shortened", "disabled"),
+    _refused("context_management", (RESPONSES,), _NOT_SHORTENED, []),
+    _refused("truncation", (RESPONSES,), _NOT_SHORTENED, "disabled"),
     _refused("stream_options", (RESPONSES,), "no obfuscation", {}, {"include_obfuscation": False}),
     _refused("modalities", (CHAT,), _NO_OTHER, ["text"]),
     _refused("audio", (CHAT,), _NO_OTHER),

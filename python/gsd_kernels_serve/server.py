@@ -136,10 +136,6 @@ class Door:
         return bytes(body)
 
 
-_ANSWERED = (HTTPException, RequestValidationError)
-"""Errors that the application would answer by itself."""
-
-
 async def _refused(_: Request, error: Exception) -> Response:
     """Leave an error to the door."""
     raise error
@@ -200,7 +196,8 @@ def make_app(
         yield
         service.stopping.set()  # so do texts that nobody waits for any more
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=dict.fromkeys(_ANSWERED, _refused))
+    own = dict.fromkeys((HTTPException, RequestValidationError), _refused)  # which it would answer by itself
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=own)
     for endpoint in (Chat(service), Completions(service), Responses(service)):
         app.post(endpoint.endpoint)(endpoint.handle_request)
     _add_models(app, name)

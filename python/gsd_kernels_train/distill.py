@@ -18,7 +18,7 @@ from gsd_kernels_hf import validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import digest
 
-from .job import Trainee, TrainingOptions, accepted_per_step, run, stored_dtype
+from .job import Trainee, TrainingOptions, accepted_per_step, check_length, run, stored_dtype
 from .text import HeldOut, mean_of
 
 CHAIN_TOKENS = 5
@@ -72,13 +72,8 @@ class Distillation(Trainee):
         except ValueError as error:
             reason = str(error).split("; ")[0].split(": ", 1)[1]
             raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error
-        limit = properties.positions(draft)
-        if limit is not None and options.length > limit:
-            raise ValueError(
-                f"length: expected at most {limit}, which the draft has positions for, got {options.length}"
-            )
+        check_length(options, draft, "draft", 0)
         self.options, self.target, self.tokenizer, self.dtype = options, target, tokenizer, dtype
-        self.device = options.device
         self.module = draft.to(options.device)
         self.vocabulary = min(properties.vocabulary(target), properties.vocabulary(draft))
         self.identity = {"draft": f"{digest(draft):016x}"}
@@ -142,8 +137,7 @@ class Distillation(Trainee):
 
     def save(self, folder: Path) -> None:
         self.module.config.name_or_path = ""
-        self.module.to(self.dtype).save_pretrained(folder)
-        self.module.to(self.options.weights)
+        super().save(folder)
         self.tokenizer.save_pretrained(folder)
 
 

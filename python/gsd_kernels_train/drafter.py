@@ -173,7 +173,7 @@ class DrafterTraining(Guessing):
     config: dict[str, Any]
 
     def __init__(self, options: TrainingOptions, target: PreTrainedModel, identity: dict[str, Any]) -> None:
-        self.options, self.target, self.device = options, target, options.device
+        self.options, self.target = options, target
         self.dtype = stored_dtype(options.target)
         self.embedding = target.get_input_embeddings()
         self.identity = identity

@@ -419,10 +419,6 @@ class HeadTraining(UnrolledTraining):
         heads = (output_logits(self.options, self.target, read[:, k]) for k in range(self.guesses))
         return [logits.unflatten(0, (len(windows), places)) for logits in heads]
 
-    def save(self, folder: Path) -> None:
-        self.module.to(self.dtype).save_pretrained(folder)
-        self.module.to(self.options.weights)
-
 
 def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> dict[str, Any]:
     """Train heads by ``options``; the report that ``training.json`` holds.

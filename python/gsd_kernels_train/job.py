@@ -136,12 +136,20 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
         raise ValueError(f"target: no such folder: {options.target}")
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(options.device).eval()
-    limit = positions(target)
-    if limit is not None and options.length + 1 > limit:
-        raise ValueError(
-            f"length: expected at most {limit - 1}, which the target has positions for, got {options.length}"
-        )
+    check_length(options, target, "target", 1)
     return target.requires_grad_(False), tokenizer
+
+
+def check_length(options: TrainingOptions, model: PreTrainedModel, name: str, more: int) -> None:
+    """Raise unless a model has positions for a window and so many tokens more.
+
+    Raises:
+        ValueError: it has not.
+    """
+    limit = positions(model)
+    if limit is not None and options.length + more > limit:
+        expected = f"expected at most {limit - more}, which the {name} has positions for"
+        raise ValueError(f"length: {expected}, got {options.length}")
 
 
 # ---- how good guesses are before and after
@@ -154,21 +162,23 @@ class Trainee:
         kind: ``draft``, ``heads``, ``eagle3``, …
         module: what is trained.
         identity: what decides the result beside :class:`TrainingOptions`, as JSON values.
-        device: where the module lies.
+        dtype: of the weights that are written.
     """
 
+    options: TrainingOptions
     kind: str
     module: nn.Module
     identity: dict[str, Any]
-    device: torch.device
+    dtype: torch.dtype
 
     def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
         """Mean loss of int64 [windows, length + 1] on the device, of the guesses for tokens that count (bool alike)."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
-        """Write the result."""
-        raise NotImplementedError
+        """Write the result, its weights in ``dtype``."""
+        self.module.to(self.dtype).save_pretrained(folder)
+        self.module.to(self.options.weights)
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
@@ -176,10 +186,10 @@ class Trainee:
         self.module.eval()
         read, own = [], []
         with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
-            for part in held_out.windows.to(self.device).split(MEASURED_WINDOWS):
+            for part in held_out.windows.to(self.options.device).split(MEASURED_WINDOWS):
                 read.append(self.of_text(part).cpu())
                 update(len(read) * MEASURED_WINDOWS)
-            for part in held_out.picks.to(self.device).split(MEASURED_WINDOWS):
+            for part in held_out.picks.to(self.options.device).split(MEASURED_WINDOWS):
                 own.append(self.right(part, held_out.prefix - 1).cpu())
                 update(len(held_out.windows) + len(own) * MEASURED_WINDOWS)
         return self.measures(torch.cat(read), torch.cat(own), held_out)
@@ -268,20 +278,13 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
 
 def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether some measures are better than before (a divergence lower, others higher), no more worse."""
-
-    def values(measures: dict[str, Any]) -> list[float | None]:
-        numbers: list[float | None] = []
-        for name, value in measures.items():
-            sign = -1 if name == "divergence" else 1
-            numbers += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
-        return numbers
-
-    pairs = [
-        (earlier, now)
-        for earlier, now in zip(values(before), values(after), strict=True)
+    gains = [
+        earlier - now if name == "divergence" else now - earlier
+        for name, value in before.items()
+        for earlier, now in zip(np.ravel(value).tolist(), np.ravel(after[name]).tolist(), strict=True)
         if earlier is not None and now is not None
     ]
-    better, worse = (sum(sign * (now - earlier) > 0 for earlier, now in pairs) for sign in (1, -1))
+    better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
     return better > 0 and better >= worse
 
 
@@ -314,67 +317,56 @@ def run(
     if folder.report is not None:
         return folder.report
     try:
-        return _run(options, target, trainee, clock, text, folder)
+        clock.check("loading the models and reading the text")
+        held_out, pace = target_picks(target, text, options.length, folder, clock)
+        clock.check("while the target continued the held-out text")
+        held_out = _measurable(trainee, held_out, folder, clock)
+        before, measuring = folder.timed("before", lambda: trainee.measure(held_out), clock)
+        window = measuring / (len(held_out.windows) + len(held_out.picks))
+        streams, written = _streams(options, target, text, pace, folder, clock)
+        batches = Streams(streams, options.seed, options.batch * options.length)
+
+        def losses(step: int) -> Iterator[Tensor]:
+            batch = batches.batch(step, options.length)
+            # Nobody knows how long the first step takes: window by window it can be dropped on the way.
+            at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
+            for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
+                share = len(part[0]) / len(batch[0])
+                yield trainee.loss(*(tensor.to(options.device) for tensor in part)) * share
+
+        torch.manual_seed(options.seed)
+        record = train(
+            trainee.kind,
+            trainee.module,
+            losses,
+            build_optimizers(trainee.module, lr=options.lr, weight_decay=options.weight_decay),
+            folder.work,
+            tokens_per_step=batches.tokens,
+            steps=options.steps,
+            seconds=_seconds(clock, folder, measuring, window),
+            every=options.checkpoint_every,
+            warmup=options.warmup,
+            decay=options.decay,
+        )
+        if record.steps == 0:
+            over = f"the {spoken(clock.seconds)} were over before the first step was done"
+            raise NothingLearned(f"{over}; a smaller --batch or --length makes more steps")
+        after = trainee.measure(held_out)
+        return folder.finish(
+            trainee.save,
+            {
+                "before": before,
+                "after": after,
+                "learned": is_better(before, after),
+                "held_out": {"windows": len(held_out.windows), "continuations": len(held_out.picks)},
+                "training": asdict(record),
+                "own_text": written,
+                "seconds": clock.used,
+            },
+        )
     except NothingLearned:
         folder.discard()
         raise
-
-
-def _run(
-    options: TrainingOptions,
-    target: PreTrainedModel,
-    trainee: Trainee,
-    clock: RunClock,
-    text: TrainingText,
-    folder: RunFolder,
-) -> dict[str, Any]:
-    clock.check("loading the models and reading the text")
-    held_out, pace = target_picks(target, text, options.length, folder, clock)
-    clock.check("while the target continued the held-out text")
-    held_out = _measurable(trainee, held_out, folder, clock)
-    before, measuring = folder.timed("before", lambda: trainee.measure(held_out), clock)
-    window = measuring / (len(held_out.windows) + len(held_out.picks))
-    streams, written = _streams(options, target, text, pace, folder, clock)
-    batches = Streams(streams, options.seed, options.batch * options.length)
-
-    def losses(step: int) -> Iterator[Tensor]:
-        batch = batches.batch(step, options.length)
-        # Nobody knows how long the first step takes: window by window it can be dropped on the way.
-        at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
-        for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
-            share = len(part[0]) / len(batch[0])
-            yield trainee.loss(*(tensor.to(options.device) for tensor in part)) * share
-
-    torch.manual_seed(options.seed)
-    record = train(
-        trainee.kind,
-        trainee.module,
-        losses,
-        build_optimizers(trainee.module, lr=options.lr, weight_decay=options.weight_decay),
-        folder.work,
-        tokens_per_step=batches.tokens,
-        steps=options.steps,
-        seconds=_seconds(clock, folder, measuring, window),
-        every=options.checkpoint_every,
-        warmup=options.warmup,
-        decay=options.decay,
-    )
-    if record.steps == 0:
-        over = f"the {spoken(clock.seconds)} were over before the first step was done"
-        raise NothingLearned(f"{over}; a smaller --batch or --length makes more steps")
-    after = trainee.measure(held_out)
-    return folder.finish(
-        trainee.save,
-        {
-            "before": before,
-            "after": after,
-            "learned": is_better(before, after),
-            "held_out": {"windows": len(held_out.windows), "continuations": len(held_out.picks)},
-            "training": asdict(record),
-            "own_text": written,
-            "seconds": clock.used,
-        },
-    )
 
 
 def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: RunClock) -> HeldOut:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels_hf.files import write_file
+from gsd_kernels_hf.files import write_file, write_text
 from gsd_kernels_hf.progress import tracked
 
 CHECKPOINT = "state.pt"
@@ -76,10 +76,11 @@ def build_optimizers(model: nn.Module, *, lr: float, weight_decay: float = 0.05)
     Muon (https://kellerjordan.github.io/posts/muon) needs fewer steps where a model starts from nothing; its update is
     scaled to the size of AdamW's (arXiv 2502.16982), so both take the same learning rate.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "head" not in name]
-    known = {id(p) for p in matrices}
-    rest = [p for _, p in trained if id(p) not in known]
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (matrices if p.ndim == 2 and "embed" not in name and "head" not in name else rest).append(p)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(
@@ -235,23 +236,16 @@ class RunClock:
         begun: of this time, on the clock of ``time.monotonic``; ``None``: now.
 
     Attributes:
+        limited: whether there is a limit.
+        seconds: of the whole run; infinite without a limit.
         earlier: seconds of earlier times of the same run, of what is not done again.
     """
 
     def __init__(self, minutes: float | None, begun: float | None = None) -> None:
-        self.minutes = minutes
+        self.limited = minutes is not None
+        self.seconds = math.inf if minutes is None else 60 * minutes
         self.begun = time.monotonic() if begun is None else begun
         self.earlier = 0.0
-
-    @property
-    def limited(self) -> bool:
-        """Return whether there is a limit."""
-        return self.minutes is not None
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole run; infinite without a limit."""
-        return math.inf if self.minutes is None else 60 * self.minutes
 
     @property
     def used(self) -> float:
@@ -320,8 +314,7 @@ class RunFolder:
         elif folder.exists() and (not folder.is_dir() or any(self._others())):
             raise ValueError(f"out: {folder} is not empty and holds no checkpoint of a run; name another folder")
         else:
-            self.work.mkdir(parents=True, exist_ok=True)
-            write_file(begun, lambda file: file.write_text(json.dumps(identity, indent=1), encoding="utf-8"))
+            write_text(begun, json.dumps(identity, indent=1))
 
     def _others(self) -> Iterator[Path]:
         """Files of something else than a run that was killed before its first file."""
@@ -351,8 +344,7 @@ class RunFolder:
         """Result of ``measure`` (as JSON), now or before the run was interrupted."""
         file = self.work / f"{name}.json"
         if not self.knows(name):
-            value = measure()
-            write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
+            write_text(file, json.dumps(measure()))
         return json.loads(file.read_text(encoding="utf-8"))
 
     def timed(self, name: str, measure: Callable[[], Any], clock: RunClock) -> tuple[Any, float]:
@@ -373,10 +365,7 @@ class RunFolder:
         """Write the result by ``save`` and ``training.json``, remove the checkpoints; the report."""
         report = {"options": self.identity, **report}
         save(self.folder)  # killed here, the same command goes on from the last checkpoint and saves anew
-        write_file(
-            self.folder / self.REPORT,
-            lambda file: file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"),
-        )
+        write_text(self.folder / self.REPORT, json.dumps(report, indent=2) + "\n")
         shutil.rmtree(self.work)
         self.report = report
         return report

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from gsd_kernels_hf.files import decode_utf8, read_file
 from gsd_kernels_hf.progress import Update, tracked
@@ -83,10 +83,6 @@ class Stream:
             return np.arange(len(self) // length) * length
         return self.starts[self.starts + length <= len(self)]
 
-    def at(self, places: np.ndarray, length: int) -> np.ndarray:
-        """Index of the tokens of windows, int64 [windows, length]."""
-        return places[:, None] + np.arange(length)
-
 
 def blocks(stream: Stream, length: int, most: int) -> tuple[Tensor, Tensor | None]:
     """At most ``most`` windows, evenly spaced.
@@ -96,7 +92,7 @@ def blocks(stream: Stream, length: int, most: int) -> tuple[Tensor, Tensor | Non
     """
     places = stream.places(length)
     chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), most)).round().astype(int))
-    index = stream.at(places[chosen], length)
+    index = places[chosen, None] + np.arange(length)  # [windows, length]
     counted = None if stream.counted is None else torch.from_numpy(stream.counted[index])
     return torch.from_numpy(stream.tokens[index].astype(np.int64)), counted
 
@@ -355,17 +351,6 @@ def beginning(length: int) -> int:
     return max(1, length // PREFIX_DIVISOR)
 
 
-class _UntilTime(StoppingCriteria):
-    """Tells how many tokens there are, and stops when the time is over."""
-
-    def __init__(self, update: Update, prefix: int, before: int, each: int, until: float) -> None:
-        self.update, self.prefix, self.before, self.each, self.until = update, prefix, before, each, until
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        self.update(self.before + self.each * (input_ids.shape[1] - self.prefix))
-        return torch.full((len(input_ids),), time.monotonic() > self.until, device=input_ids.device, dtype=torch.bool)
-
-
 @torch.no_grad()
 def _continue(
     target: PreTrainedModel,
@@ -384,12 +369,19 @@ def _continue(
     pad = target.generation_config.pad_token_id
     until = time.monotonic() + seconds
     prefix = prefix.to(target.device)
+
+    def over(tokens: Tensor, scores: Tensor, **_: object) -> Tensor:
+        """Tell how many tokens there are, and stop when the time is over."""
+        update(before + len(prefix) * (tokens.shape[1] - prefix.shape[1]))
+        return torch.full((len(tokens),), time.monotonic() > until, device=tokens.device, dtype=torch.bool)
+
     tokens = target.generate(
         prefix,
         attention_mask=torch.ones_like(prefix),
         max_new_tokens=new_tokens,
         pad_token_id=0 if pad is None else pad,
-        stopping_criteria=StoppingCriteriaList([_UntilTime(update, prefix.shape[1], before, len(prefix), until)]),
+        stopping_criteria=StoppingCriteriaList([over]),
+        do_sample=bool(sampling),
         **sampling,
     ).cpu()
     if time.monotonic() > until:
@@ -431,16 +423,16 @@ def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Run
     """Greedy continuations of the beginnings [n, P], all at once, or as many as the clock's share is enough for."""
     with tracked("the target continues held-out text", len(prefix) * new_tokens, "tokens") as update:
         if not clock.limited:
-            return _continue(target, prefix, new_tokens, update=update, do_sample=False)
+            return _continue(target, prefix, new_tokens, update=update)
         begin, seconds = time.monotonic(), clock.share(PICKING_SHARE)
         drawn = torch.Generator().manual_seed(0)
         order = torch.randperm(len(prefix), generator=drawn, device="cpu")  # from all of the text
-        rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds, do_sample=False)
+        rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds)
         new_tokens = rows.shape[1] - prefix.shape[1]  # fewer where it took too long
         more = order[1 : int(seconds / max(time.monotonic() - begin, 1e-9))]  # each takes as long at most
         if not len(more):
             return rows
-        others = _continue(target, prefix[more], new_tokens, update=update, before=new_tokens, do_sample=False)
+        others = _continue(target, prefix[more], new_tokens, update=update, before=new_tokens)
         return torch.cat([rows, others])
 
 
@@ -479,7 +471,7 @@ def own_text(
 
     def write() -> dict[str, list[int]]:
         windows = streams.batch(number, prefix)[0]
-        sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
+        sampling = {"temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
         with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
             torch.manual_seed(seed + number)
             tokens = _continue(
@@ -488,7 +480,7 @@ def own_text(
                 length - prefix,
                 update=lambda _: update(number * at_once),
                 seconds=math.inf if seconds is None else max(seconds - used, 0.0),
-                **(sampling if number % 2 else {"do_sample": False}),
+                **(sampling if number % 2 else {}),
             )
         real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
         new = (torch.arange(tokens.shape[1], device=tokens.device) >= prefix).expand_as(tokens)[real]
