@@ -70,10 +70,15 @@ class Part(Told):
 Content = Annotated[list[Part], BeforeValidator(_parts)]
 
 
-class Called(Object):
-    """A function that is called, and with what."""
+class Named(Object):
+    """The name of a function."""
 
     name: StrictStr
+
+
+class Called(Named):
+    """A function that is called, and with what."""
+
     arguments: Annotated[Any, BeforeValidator(_arguments)] = None
 
 
@@ -376,10 +381,9 @@ def _nested(given: Any) -> Any:
     return given
 
 
-class Function(Object):
+class Function(Named):
     """A function that may be called."""
 
-    name: StrictStr
     description: StrictStr = ""
     parameters: Json | None = None
     strict: StrictBool = False
@@ -390,12 +394,6 @@ class Tool(Object):
 
     type: one_of("function")
     function: Function
-
-
-class Named(Object):
-    """The name of a function."""
-
-    name: StrictStr
 
 
 class Choice(Object):

@@ -145,10 +145,10 @@ def _options(given: Training, lr: float, begun: float) -> Any:
         "text": [*(given.text or []), *(given.more_text or [])],
         "device": device,
         "dtype": getattr(torch, dtype),
+        "checkpoint_every": Interval.parse(given.checkpoint_every),
     }
     if given.steps is None and given.minutes is None:
         options["minutes"] = 10.0
-    options["checkpoint_every"] = Interval.parse(given.checkpoint_every)
     return TrainingOptions(**options, lr=lr, begun=begun)
 
 
@@ -159,29 +159,26 @@ def _print(work: Callable[[Any], dict[str, Any]], given: tuple[Training, float, 
     """
     options = _options(*given)
     report = work(options)
-    learned = report.get("learned", True)
     if given[0].as_json:
         print_json(report)
     else:
-        _print_table(report, options, rows)
-    if not learned:
+        measures = [
+            [title, *(_number(report[when][name]) for when in ("before", "after"))] for name, title in rows.items()
+        ]
+        out.print(table(["held out", "before", "after"], measures))
+        used, measured, whole = report["training"], report.get("held_out"), report.get("seconds")
+        summary = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
+        if whole is not None:
+            summary += f" of {whole:.0f}"
+        if measured is not None:
+            summary += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
+        out.print(f"{summary} → {options.out}")
+    if not report.get("learned", True):
         err.print(
             "gsd-kernels: nothing was learned: on held-out text the guesses are no better than before; they are in "
             f"{options.out} all the same; train for longer, or on more text",
         )
         raise typer.Exit(FAILURE)
-
-
-def _print_table(report: dict[str, Any], options: Any, rows: dict[str, str]) -> None:
-    measures = [[title, *(_number(report[when][name]) for when in ("before", "after"))] for name, title in rows.items()]
-    out.print(table(["held out", "before", "after"], measures))
-    used, measured, whole = report["training"], report.get("held_out"), report.get("seconds")
-    summary = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
-    if whole is not None:
-        summary += f" of {whole:.0f}"
-    if measured is not None:
-        summary += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
-    out.print(f"{summary} → {options.out}")
 
 
 def _number(value: float | list[float] | None) -> str:

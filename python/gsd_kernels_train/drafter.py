@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,9 +78,9 @@ class DrafterOptions(Parts):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}: expected at least {lowest}, got {value}")
-        if self.kind == "mtp" and (self.layers > 1 or self.intermediate_size or self.hidden_layers):
-            name = "layers" if self.layers > 1 else "intermediate_size" if self.intermediate_size else "hidden_layers"
-            raise ValueError(f"{name}: not a setting of mtp, which is a layer as the target's own; leave it out")
+        for name, plain in (("layers", 1), ("intermediate_size", None), ("hidden_layers", None)):
+            if self.kind == "mtp" and getattr(self, name) not in (plain, ()):
+                raise ValueError(f"{name}: not a setting of mtp, which is a layer as the target's own; leave it out")
         for name in sorted({name for names in SETTINGS.values() for name in names} - set(SETTINGS[self.kind])):
             if name in self.given:
                 raise ValueError(f"{name}: not a setting of {self.kind}; leave it out")
@@ -144,8 +144,7 @@ def layer_sizes(target: PreTrainedModel, options: DrafterOptions) -> dict[str, A
     return sizes if rope.get("rope_type", "default") == "default" else sizes | {"rope_scaling": rope}
 
 
-@dataclass(frozen=True)
-class Labels:
+class Labels(NamedTuple):
     """The target's distribution over the draft vocabulary.
 
     Attributes:
@@ -160,7 +159,7 @@ class Labels:
 
     def at(self, index: tuple[slice, ...] | Tensor) -> Labels:
         """Choose those of some positions."""
-        return Labels(self.expected[index], self.mass[index], self.negative_entropy[index])
+        return Labels(*(part[index] for part in self))
 
 
 class DrafterTraining(Guessing):

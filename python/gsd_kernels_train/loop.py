@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -311,16 +311,16 @@ class RunFolder:
             shutil.rmtree(self.work, ignore_errors=True)
         elif begun.exists():
             self._compare(json.loads(begun.read_text(encoding="utf-8")))
-        elif folder.exists() and (not folder.is_dir() or any(self._others())):
+        elif folder.exists() and (
+            not folder.is_dir()
+            or any(
+                path != self.work and not path.name.startswith(".partial-")  # of a run killed before its first file
+                for path in folder.rglob("*")
+            )
+        ):
             raise ValueError(f"out: {folder} is not empty and holds no checkpoint of a run; name another folder")
         else:
             write_text(begun, json.dumps(identity, indent=1))
-
-    def _others(self) -> Iterator[Path]:
-        """Files of something else than a run that was killed before its first file."""
-        for path in self.folder.rglob("*"):
-            if path != self.work and not path.name.startswith(".partial-"):
-                yield path
 
     def _compare(self, theirs: dict[str, Any]) -> None:
         mine = json.loads(json.dumps(self.identity))

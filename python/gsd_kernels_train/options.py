@@ -11,6 +11,7 @@ import typer
 from gsd_kernels_cli import values
 from gsd_kernels_cli.options import DTYPES, AsJson, Device, choice, option
 
+Files = list[Path] | None
 MODELS, TEXT, RUN, METHOD, OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
 
 
@@ -31,11 +32,11 @@ class Run:
         ),
     ]
     text: Annotated[
-        list[Path] | None,
+        Files,
         option(TEXT, "UTF-8 text to train on. Repeatable.", metavar="FILE"),
     ] = None
     held_out_text: Annotated[
-        list[Path] | None,
+        Files,
         option(
             TEXT,
             "Text to measure on. Repeatable; default: the last twentieth of --text.",
@@ -43,7 +44,7 @@ class Run:
         ),
     ] = None
     chats: Annotated[
-        list[Path] | None,
+        Files,
         option(
             TEXT,
             "Instead of --text: a chat a line, with messages; answers are learned. Repeatable.",
@@ -51,7 +52,7 @@ class Run:
         ),
     ] = None
     held_out_chats: Annotated[
-        list[Path] | None,
+        Files,
         option(
             TEXT,
             "Chats to measure on. Repeatable; default: the last twentieth of --chats.",
@@ -103,9 +104,7 @@ class Run:
 class Training(Run):
     """Options that every training command takes."""
 
-    more_text: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")
-    ] = None
+    more_text: Annotated[Files, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")] = None
     checkpoint_every: Annotated[str, option(RUN, "500, or 60s.", metavar="STEPS|SECONDSs")] = "60s"
     dtype: Annotated[
         str,
