@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
@@ -25,10 +24,8 @@ from gsd_kernels_cli import demo
 from gsd_kernels_cli.app import app
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_serve.calls import Writer
-from gsd_kernels_serve.checks import Refused
 from gsd_kernels_serve.fields import CHAT, COMPLETIONS, ENDPOINTS, RESPONSES
 from gsd_kernels_serve.schemas import Grammars
-from gsd_kernels_serve.service import THREAD, Preparing
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -293,27 +290,6 @@ def test_a_text_that_ends_early_says_so_and_gives_its_cache_back(endpoint, strea
         assert last["error"]["message"].endswith("no")
     monkeypatch.undo()
     server.got(endpoint)  # the next text has its place
-
-
-def test_what_fails_once_nobody_waits_for_it_leaves_nothing():
-    async def late(body: Broken) -> weakref.ref[Broken]:
-        def read(_: Broken) -> None:
-            time.sleep(0.1)
-            raise Broken
-
-        with contextlib.suppress(Refused):
-            await Preparing(0.05, 1)("prompt", read, body)
-        for thread in threading.enumerate():
-            if thread.name == THREAD:
-                thread.join()
-        return weakref.ref(body)
-
-    gc.disable()
-    try:
-        left = asyncio.run(late(Broken()))
-        assert left() is None
-    finally:
-        gc.enable()
 
 
 def test_a_port_in_use_is_named():

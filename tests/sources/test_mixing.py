@@ -173,6 +173,11 @@ REFUSED = {
     ),
     "text that samples": (lambda t: {"assistant_model": t, **BOTH_TEXT, **SPECULATIVE}, "every token of the target"),
     "text of states": (lambda t: {"assistant_model": hybrid("qwen3.5"), **BOTH_TEXT}, "keeps a recurrent state"),
+    "paths of states": (
+        lambda t: {"assistant_model": hybrid("jamba"), "graph_config": GraphConfig(max_rows=64, max_path=40)},
+        "max_path=40, and Jamba",
+    ),
+    "no heads": (lambda t: {"draft_sources": ("heads",)}, '"heads" needs draft_heads'),
 }
 
 
