@@ -303,7 +303,7 @@ class RunFolder:
         self.folder, self.identity = folder, identity
         self.work = folder / "checkpoints"
         self.report: dict[str, Any] | None = None
-        """Report that :meth:`finish` wrote, if the run is over."""
+        """Report that :meth:`finish` wrote, if the run was over before."""
         finished, begun = folder / self.REPORT, self.work / "run.json"
         if finished.exists():
             self.report = json.loads(finished.read_text(encoding="utf-8"))
@@ -367,7 +367,6 @@ class RunFolder:
         save(self.folder)  # killed here, the same command goes on from the last checkpoint and saves anew
         write_text(self.folder / self.REPORT, json.dumps(report, indent=2) + "\n")
         shutil.rmtree(self.work)
-        self.report = report
         return report
 
 

@@ -421,7 +421,10 @@ class OnlineLearner:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for lesson in chosen:
-            loss = self._loss(lesson)
+            if isinstance(self._master, DraftHeads):
+                loss = heads_loss(self._master, self.target, lesson)
+            else:
+                loss = draft_loss(self._master, lesson)
             if loss is None:
                 continue
             # Not backward: the target's output matrix, through which heads go, must get no gradient.
@@ -438,11 +441,6 @@ class OnlineLearner:
             self._optimizer.step()
             self.taken += 1
         self._optimizer.zero_grad(set_to_none=True)
-
-    def _loss(self, lesson: Lesson) -> Tensor | None:
-        if isinstance(self._master, DraftHeads):
-            return heads_loss(self._master, self.target, lesson)
-        return draft_loss(self._master, lesson)
 
     def _write(self, weights: dict[str, Tensor]) -> None:
         """Copy weights into the draft, in place; the next call notices it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 #: Whole files that neither the tokenizer nor the models see before evaluation.
 HELD_OUT = tuple(Path(__file__).with_name("held_out.txt").read_text(encoding="utf-8").split())
@@ -17,8 +17,7 @@ EXCLUDED_FILES = frozenset({"wave.py", "concurrent/futures/thread.py"})
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "bad_coding", "badsyntax", "bad_")
 
 
-@dataclass(frozen=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     """One source file: its path below the standard library, and its text."""
 
     name: str
