@@ -113,8 +113,13 @@ class GraphConfig:
         dynamic token tree, ``graph`` the same tree with recurring sequences merged: baselines and method run through
         the same code.
         """
+        if name in (AUTO, PLAIN):
+            raise ValueError(
+                f'graph_config: "{name}" is no shape of its own and has no fields; pass it alone, or fields with '
+                f"{', '.join(PRESETS)}"
+            )
         if name not in PRESETS:
-            raise ValueError(_no_preset(name))
+            raise ValueError(unknown("graph_config: unknown name", name, (AUTO, PLAIN, *PRESETS)))
         base: dict[str, object] = {}
         if name == "chain":
             depth, levels = changes.get("depth", cls.depth), changes.get("history_depth", cls.history_depth)
@@ -191,15 +196,6 @@ def resolve_graph_config(value: GraphConfig | GraphName | None) -> GraphConfig:
         f"graph_config: expected a GraphConfig, a name ({', '.join((AUTO, PLAIN, *PRESETS))}) or None, "
         f"got {type(value).__name__}"
     )
-
-
-def _no_preset(name: object) -> str:
-    if name in (AUTO, PLAIN):
-        return (
-            f'graph_config: "{name}" is no shape of its own and has no fields; pass it alone, or fields with '
-            f"{', '.join(PRESETS)}"
-        )
-    return unknown("graph_config: unknown name", name, (AUTO, PLAIN, *PRESETS))
 
 
 def _log(x: float) -> float:

@@ -29,14 +29,15 @@ def flatten(
     node = torch.where(places == 0, 0, -1).expand(batch, -1)  # [B, R]
     score = torch.where(places == 0, 0.0, NEG_INF).expand(batch, -1)
     depth = torch.zeros_like(node)
-    path = torch.eye(max_rows, dtype=torch.bool, device=device).expand(batch, -1, -1)  # [B, R, R]: rows on the path
+    alone = torch.eye(max_rows, dtype=torch.bool, device=device)
+    path = alone.expand(batch, -1, -1)  # [B, R, R]: rows on the path
     parent = torch.full_like(node, -1)
     for level in range(max_path):
         # Children of the rows at this depth, in (parent row, edge) order. They follow all the kept rows of smaller
         # depth, and kept rows are in order, so one stable sort by score puts everything in order.
         growing = (depth == level) & (node >= 0)
-        edges = edge_targets.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))  # [B, R, K]
-        log_probs = edge_log_probs.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))
+        at = node.clamp(min=0)[:, :, None].expand(-1, -1, k)  # [B, R, K]
+        edges, log_probs = edge_targets.gather(1, at), edge_log_probs.gather(1, at)
         born = growing[:, :, None] & (edges >= 0) & (edges < nodes) & (log_probs > NEG_INF)
         child_score = torch.where(born, score[:, :, None] + log_probs.clamp(max=0.0) + 0.0, NEG_INF)
         all_scores = torch.cat([score, child_score.flatten(1)], 1)  # [B, R + R·K]
@@ -55,11 +56,9 @@ def flatten(
         parent = torch.where(parent >= 0, position.gather(1, parent.clamp(min=0)), -1)
         path = path.gather(1, old_row[:, :, None].expand(-1, -1, max_rows))  # columns: old rows
         columns = order.clamp(max=max_rows - 1)[:, None].expand(-1, max_rows, -1)
-        path = path.gather(2, columns) & ~is_child[:, None]
-        path = path | torch.eye(max_rows, dtype=torch.bool, device=device)
+        path = (path.gather(2, columns) & ~is_child[:, None]) | alone
 
     real = node >= 0
-    alone = torch.eye(max_rows, dtype=torch.bool, device=device)
     return Rows(
         token_ids=torch.where(real, token_ids.gather(1, node.clamp(min=0)), 0),
         parent_rows=torch.where(real, parent, -1).to(torch.int32),

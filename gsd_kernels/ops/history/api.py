@@ -7,8 +7,6 @@ from ..table import small_op
 from . import reference
 from .records import WEIGHTS, Recollection, Seen
 
-__all__ = ["history_append", "history_recall"]
-
 # Of lines: what steps write, all storage, what Recollection.sizes says, and the noise of the target.
 FOLLOWED = f"{TABLE} text[B,S] length[B] heads[B,H] previous[B,S] runners[B,G] runner_log_probs:float32[B,G] emitted[B]"
 HISTORY = (

@@ -42,11 +42,9 @@ class Evidence:
         for token, log_prob in entry:
             if token < 0 or token == skipped:
                 continue
-            features = (1.0, log_prob, float(first), float(alone))
-            vote = [(begin + i, value) for i, value in enumerate(features)]
-            if longest:
-                vote += [(begin + len(features) + i, value) for i, value in enumerate(features)]
-                vote += pace if first else []
+            features = (1.0, log_prob, float(first), float(alone)) * (2 if longest else 1)
+            vote = list(enumerate(features, begin))
+            vote += pace if longest and first else []
             self.votes.setdefault(token, []).append(vote)
             first = False
 
@@ -126,7 +124,7 @@ def evidence(
         (r.NONE_DEPTH + bisect_right(r.DEPTHS, max(depth, 0)) - 1, 1.0),
         (r.NONE_PACE + behind, pace),
     ]
-    for order, entry in _numbered(text).items():
+    for order, entry in enumerate(text, 1):
         more = [(r.PACE_WEIGHTS + 2 + behind, pace)]
         found.hear(entry, (order - 1) * r.LIST_FEATURES, longest=order == longest, pace=more)
     if longest:
@@ -149,7 +147,7 @@ def evidence(
 def hear_learned(found: Evidence, lists: list[list[tuple[int, float]]]) -> None:
     """Add what was learned before of every length of the node's context to what its own text says."""
     longest = _longest(lists)
-    for order, entry in _numbered(lists).items():
+    for order, entry in enumerate(lists, 1):
         found.hear(entry, (r.ORDERS + order - 1) * r.LIST_FEATURES, longest=order == longest, pace=[])
     found.none.append((r.NONE_LEARNED + longest, 1.0))
     if longest:
@@ -158,11 +156,7 @@ def hear_learned(found: Evidence, lists: list[list[tuple[int, float]]]) -> None:
 
 
 def _longest(lists: list[list[tuple[int, float]]]) -> int:
-    return max((order for order, entry in _numbered(lists).items() if entry), default=0)
-
-
-def _numbered(lists: list[list[tuple[int, float]]]) -> dict[int, list[tuple[int, float]]]:
-    return dict(enumerate(lists, 1))
+    return max((order for order, entry in enumerate(lists, 1) if entry), default=0)
 
 
 def _context(known: Recollection, graph: TokenGraph, b: int, node: int) -> list[int]:

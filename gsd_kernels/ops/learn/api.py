@@ -10,9 +10,6 @@ from ..table import small_op
 from . import reference
 from .records import Asked, Mixture
 
-__all__ = ["MAX_LEVELS", "Asked", "Mixture", "learn_source"]
-
-
 MAX_LEVELS = 64
 """That the compiled op takes; more are joined."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     return ((blocks[..., at : at + 4, None].int() >> shifts) & 1).flatten(-2) << 4
 
 
+def _value(values: Sequence[float], codes: Tensor) -> Tensor:
+    """The values that codes stand for, float32."""
+    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes]
+
+
 def q4_0(blocks: Tensor) -> Tensor:
     """d (q − 8)"""
     return (_nibbles(blocks, 2) - 8) * _half(blocks, 0)
@@ -90,13 +95,13 @@ def q8_0(blocks: Tensor) -> Tensor:
 
 def iq4_nl(blocks: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(IQ4_NL, dtype=torch.float32, device=blocks.device)[_nibbles(blocks, 2)] * _half(blocks, 0)
+    return _value(IQ4_NL, _nibbles(blocks, 2)) * _half(blocks, 0)
 
 
 def mxfp4(blocks: Tensor) -> Tensor:
     """2^(e − 127) values[q]"""
     scale = torch.ldexp(torch.ones_like(blocks[..., :1], dtype=torch.float32), blocks[..., :1].int() - 127)
-    return torch.tensor(MXFP4, dtype=torch.float32, device=blocks.device)[_nibbles(blocks, 1)] * scale
+    return _value(MXFP4, _nibbles(blocks, 1)) * scale
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,12 +167,12 @@ def int4_offset(q: Tensor, beside: Tensor) -> Tensor:
 
 def nf4(q: Tensor, beside: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(NF4, dtype=torch.float32, device=q.device)[q.int()] * beside[..., 0]
+    return _value(NF4, q.int()) * beside[..., 0]
 
 
 def fp4(q: Tensor, beside: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(FP4, dtype=torch.float32, device=q.device)[q.int()] * beside[..., 0]
+    return _value(FP4, q.int()) * beside[..., 0]
 
 
 GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

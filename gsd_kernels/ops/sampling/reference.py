@@ -82,8 +82,8 @@ def warped_log_probs(
 
 def warp(logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter) -> Tensor:
     """temperature → top-k → top-p → min-p in transformers' order; what is cut gets −inf, ties at a cut are kept."""
-    safe = torch.where(per_sequence(temperature, logits) > 0.0, per_sequence(temperature, logits), 1.0)
-    x = logits / safe
+    divisor = per_sequence(temperature, logits)
+    x = logits / torch.where(divisor > 0.0, divisor, 1.0)
     if not is_off(top_k, 0):
         k = per_sequence(top_k, x).long().clamp(max=x.shape[-1])
         kth = x.sort(-1, descending=True).values.gather(-1, (k - 1).clamp(min=0).expand(*x.shape[:-1], 1))

@@ -9,9 +9,6 @@ from ..table import ROWS, small_op
 from . import reference
 from .records import FEATURES, LogisticPosterior
 
-__all__ = ["FEATURES", "LogisticPosterior", "select_rows", "update_edge_model"]
-
-
 EDGES = "token_ids[B,N] depths[B,N] edge_targets[B,N,K] edge_log_probs:float32[B,N,K] num_accepted[B]"
 """Of a line."""
 

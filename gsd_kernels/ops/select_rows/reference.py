@@ -115,9 +115,7 @@ def _features(graph: TokenGraph, num_accepted: Tensor) -> Tensor:
     prob = torch.where(exists, log_probs.clamp(max=0.0).exp(), 0.0)
     left = torch.ones_like(prob)  # by better siblings
     for k in range(1, prob.shape[-1]):
-        left[..., k] = torch.where(
-            exists[..., k - 1], (left[..., k - 1] - prob[..., k - 1]).clamp(min=MIN_LEFT), left[..., k - 1]
-        )
+        left[..., k] = (left[..., k - 1] - prob[..., k - 1]).clamp(min=MIN_LEFT)  # no edge has no probability
     share = (prob / left).clamp(MIN_SHARE, 1.0 - MIN_SHARE)
     logit = (share / (1.0 - share)).log()
     other = (exists.cumsum(-1) > 1).double()

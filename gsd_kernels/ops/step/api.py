@@ -8,9 +8,7 @@ from torch import Tensor
 from ...graph import TokenGraph
 from ..table import GRAPH, small_op
 from . import reference
-from .records import NO_NODE, Chain, FedRows
-
-__all__ = ["NO_NODE", "Chain", "FedRows", "accepted_path", "commit_text", "feed_chain", "feed_rows", "start_graph"]
+from .records import Chain, FedRows
 
 
 def drafted(nodes: Tensor | None, graph: TokenGraph | None) -> tuple[Tensor | None, ...]:
