@@ -49,8 +49,9 @@ def ops(work: Work) -> dict[str, Any]:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = ["--build-lib", folder, "--build-temp", f"{folder}/temp"] if work.rehearse else ["--inplace"]
-        command = [sys.executable, "setup.py", "-q", "build_ext", *place]
-        code = execute(command, environment, sys.stdout.buffer, work.left())
+        code = execute(
+            [sys.executable, "setup.py", "-q", "build_ext", *place], environment, sys.stdout.buffer, work.left()
+        )
         libraries = [file.name for file in Path(folder).rglob("_cuda*.so")]
     if code:
         raise RuntimeError(f"setup.py build_ext ended with {code}: see the log")

@@ -43,10 +43,10 @@ class Launch(ctypes.Structure):
 def run(work: Work) -> None:
     """Points ``clusters of N``."""
     if work.rehearse or torch.cuda.get_device_capability(work.device) < GROUP_CAPABILITY:
-        return work.skip("clusters: GPUs of compute capability 9.0 and newer have them")
+        work.skip("clusters: GPUs of compute capability 9.0 and newer have them")
+        return
     torch.zeros(1, device=work.device)  # makes the context current
     work.each(points("clusters of {size}", size=SIZES), lambda size: active(ctypes.CDLL("libcuda.so.1"), size))
-    return None
 
 
 def active(driver: Any, size: int) -> dict[str, Any]:

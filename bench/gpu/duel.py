@@ -97,7 +97,7 @@ def compared(
 
 def steps(work: Work) -> None:
     """A captured graph step of the pair by either form: seconds of the first call and of a replay, and its kernels."""
-    names = points("step {form}", form=STEPS)
+    cases = {f"step {form}": (first,) for form, first in STEPS.items()}
     models = lru_cache(lambda: pair.models(work))
     way = "cuda" if passed(work, *pair.shapes(work)) else "0"
     config = fixed_configs(work.device)["graph"]
@@ -109,12 +109,12 @@ def steps(work: Work) -> None:
                 found = pair.twice(work, *models(), config)
             finally:
                 compiled_first.cache_clear()
-        texts = [found["text"], *(work.points[name]["text"] for name in names if work.is_done(name))]
+        texts = [found["text"], *(work.points[name]["text"] for name in cases if work.is_done(name))]
         if any(text != texts[0] for text in texts):
             raise RuntimeError(f"the forms wrote two texts: {texts}")
         return found
 
-    work.each(names, lambda form: measure(STEPS[form]))
+    work.each(cases, measure)
 
 
 def verdict(rows: Sequence[dict[str, Any]], backends: Sequence[str]) -> dict[str, Any]:

@@ -119,12 +119,13 @@ def run(work: Work) -> None:
         work.skip("what a GPU test does: without a GPU it skips; of the others' files only some are collected")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # The project's own options need plugins that a GPU machine may lack.
-    options = ["-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "--rootdir", str(ROOT)]
-    options.append("--continue-on-collection-errors")
-    files = [str(ROOT / file) for file in (FILES_WITHOUT_GPU if work.rehearse else FILES)]
+    options = [
+        *("-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "--rootdir", str(ROOT)),
+        *("--continue-on-collection-errors", "-v", "--tb=short"),
+    ]
+    options += [str(ROOT / file) for file in (FILES_WITHOUT_GPU if work.rehearse else FILES)]
     work.points = {name: point for name, point in work.points.items() if not name.startswith("collecting ")}
-    plugin = Plugin(work)
-    code = pytest.main([*options, "-v", "--tb=short", *files], plugins=[plugin])
+    code = pytest.main(options, plugins=[Plugin(work)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         if code == pytest.ExitCode.NO_TESTS_COLLECTED and work.points:
             return  # all of them passed before
@@ -136,10 +137,11 @@ def sanitize(work: Work) -> None:
     program, nvcc = shutil.which("compute-sanitizer"), shutil.which("nvcc")
     if program is None and nvcc is not None:  # it lies beside it
         program = shutil.which("compute-sanitizer", path=Path(nvcc).resolve().parent)
-    if work.rehearse or program is None:
-        work.skip("compute-sanitizer: " + ("there is no GPU" if work.rehearse else "it is not installed"))
     tools = points("{tool}", tool=TOOLS)
-    if program is None and not work.rehearse:
+    if work.rehearse:
+        work.skip("compute-sanitizer: there is no GPU")
+    elif program is None:
+        work.skip("compute-sanitizer: it is not installed")
         return work.each(tools, lambda _: {"missing": "compute-sanitizer"})
     return work.each(tools, lambda tool: check(work, str(program), tool))
 

@@ -96,7 +96,7 @@ def count_nodes(graph: int) -> int | None:
     except OSError:
         return None
     status = driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(number))
-    return int(number.value) if status == 0 else None
+    return number.value if status == 0 else None
 
 
 @contextmanager
@@ -143,9 +143,8 @@ def compilations() -> Iterator[list[Compilation]]:
         yield compiled
         return
 
-    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        name = metadata.get("name") if isinstance(metadata, dict) else getattr(metadata, "name", None)
-        compiled.append((str(name or src), times.total / 1e6, cache_hit))
+    def listener(*, src: Any, metadata: dict[str, Any], metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        compiled.append((str(metadata.get("name") or src), times.total / 1e6, cache_hit))
 
     with patch.object(knobs.compilation, "listener", listener):
         yield compiled

@@ -78,7 +78,7 @@ def inside(work: Work) -> None:
     if passed_by_groups(work):
         by_kernel |= {f"{name} by groups": (*of, "1") for name, of in by_kernel.items() if of[1] > MOST_EARLY_ROWS}
     by_prefix = points("{shape} prefix={prefix} rows={rows} attention", shape=right, prefix=prefixes, rows=rows)
-    model = lru_cache(maxsize=None)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
+    model = lru_cache(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
     work.each(by_kernel, lambda shape, *of: table(work, model(shape), shape, work.prefix, *of))
     work.each(by_prefix, lambda shape, *of: attention(work, model(shape), shape, *of))
 

@@ -133,6 +133,12 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
     if not watch.graphs and not work.rehearse:
         raise RuntimeError("no step was captured: see the log for the reason")
     # The second call's time includes a profiled replay.
-    graphs = [graph.as_dict() for graph in watch.graphs]
-    found = {"prompt": prompt, "new_tokens": new, "calls": calls, "graphs": graphs, "replay": watch.profiled}
-    return {**found, "text": texts[0], "again": texts[1]}
+    return {
+        "prompt": prompt,
+        "new_tokens": new,
+        "calls": calls,
+        "graphs": [graph.as_dict() for graph in watch.graphs],
+        "replay": watch.profiled,
+        "text": texts[0],
+        "again": texts[1],
+    }

@@ -53,18 +53,19 @@ def run(work: Work) -> None:
         work.skip("the CUDA operator: " + ("a CPU's own takes its place" if own is None else f"the reference: {own}"))
         work.skip("launches that begin early, graphs, groups of warps")
     elif stage == "group" and torch.cuda.get_device_capability(work.device) != GROUP_CAPABILITY:
-        return work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
+        work.skip("groups of warps: only GPUs of compute capability 9.0 have them")
+        return
     for shape in work.shapes:
         of = lru_cache(lambda shape=shape: random_model(shape, work.dtype, work.device, LAYERS))
         cases = {name: (point,) for name, point in points_of(stage, work, shape, of).items()}
         work.each(cases, lambda point: torch.no_grad()(point)())
-    return None
 
 
 def prove(work: Work) -> None:
     """Prove every kind, as a GPU does at its first use; a point ends in an error where it may not serve."""
     if work.rehearse:
-        return work.skip("a GPU's proof of itself: tests run it on a CPU, at small sizes")
+        work.skip("a GPU's proof of itself: tests run it on a CPU, at small sizes")
+        return
     found = itertools.product(DTYPES, HEAD_DIMS, ways(work.device))
     kinds = {kind.name: (kind,) for kind in itertools.starmap(Kind, found)}
 
@@ -73,7 +74,6 @@ def prove(work: Work) -> None:
         return {**proof, **({} if proof["why"] is None else {"error": proof["why"]})}
 
     work.each(kinds, proved)
-    return None
 
 
 def points_of(stage: str, work: Work, shape: str, of: Callable[[], Any] | None = None) -> dict[str, Point]:

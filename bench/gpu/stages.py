@@ -63,7 +63,7 @@ TAIL = 4000  # characters of a stage's part in its record
 
 MODELS = ("torch", "triton", "transformers", "numpy")
 COMMAND_LINE = (*MODELS, "typer", "rich")
-TESTING = ("pytest", "hypothesis")
+TESTING = (*MODELS, "pytest", "hypothesis")
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,8 @@ STAGES = (
     Stage(
         "cpu", "races:run", "bench real and prompt on the CPU by 1 to 16 threads", 480, 60, COMMAND_LINE, with_ops=False
     ),
-    Stage("tests", "gpu_tests:run", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
-    Stage(
-        "sanitize", "gpu_tests:sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)
-    ),
+    Stage("tests", "gpu_tests:run", "each kernel once, captured steps, then more", 480, 60, TESTING),
+    Stage("sanitize", "gpu_tests:sanitize", "the operator's tests under compute-sanitizer", 480, 120, TESTING),
     Stage("packed", "packed:run", "packed matrices in the operator of rows: bits, then time", 150, 60),
     Stage("attention", "duel:attention", "tree attention beside its peers, cold L2", 480, 60),
     Stage("e2e-8b", "races:run", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
@@ -193,8 +191,7 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     """
     begin, seconds = time.monotonic(), min(stage.limit, seconds)
     say(f"{stage.name}: {stage.what}")
-    result, log = call.out / f"{stage.name}.json", call.out / LOG
-    code, problem = 0, missing(stage)
+    log, code, problem = call.out / LOG, 0, missing(stage)
     with log.open("ab") as output, search_path() as environment:
         start = output.tell()
         if problem is None:
@@ -213,7 +210,7 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     record["ok"] = bool(record.get("complete")) and code == 0
     record["failed"] = not record["ok"] and not timed_out and not (code == 0 and record.get("waiting"))
     record["output"] = printed[start:].decode("utf-8", errors="replace")[-TAIL:]
-    write(result, record)
+    write(call.out / f"{stage.name}.json", record)
     state = "done" if record["ok"] else problem or ("FAILED" if record["failed"] else "goes on in the next call")
     say(f"{stage.name}: {state} after {record['wall_seconds']:.0f} s")
     if record["failed"]:

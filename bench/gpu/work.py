@@ -21,7 +21,6 @@ from gsd_kernels_hf.model.replay import lost
 from ..lib.environment import environment
 from .stages import Call, Stage, stage_named, write
 
-SCHEMA = 1
 SHAPES = ("llama-3-8b", "llama-3.2-1b")
 PREFIX = 1000
 
@@ -129,7 +128,7 @@ class Work:
     def write(self) -> None:
         """Write everything so far."""
         record = {
-            "schema": SCHEMA,
+            "schema": 1,
             "stage": self.stage.name,
             "rehearsal": self.rehearse,
             "environment": self.environment,

@@ -60,8 +60,8 @@ CONFIGS = {
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
-    "T=0.7": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    "greedy": {"temperature": 0.0},
+    "T=0.7": {"temperature": 0.7},
     "T=0.7, top-k 50, top-p 0.9": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
 }
 
@@ -84,15 +84,28 @@ def attention_op(settings: Settings, name: str, prefix: int, rows: int) -> Op:
 
     q = new(shape.num_attention_heads, rows)
     k, v = (new(shape.num_key_value_heads, prefix + rows) for _ in range(2))
-    tree = random_tree(rows, gen).to(device)
+    tree = torch.eye(rows, dtype=torch.bool)  # the rows that each row of a random tree sees: [R, R]
+    for row in range(1, rows):
+        tree[row] |= tree[int(torch.randint(max(0, row - 8), row, (), generator=gen))]
+    tree = tree.to(device)
     visible = torch.cat([torch.ones(rows, prefix, dtype=torch.bool, device=device), tree], 1)
     mask, kv_len = pack_bits(tree)[None], torch.tensor([prefix], dtype=torch.int32, device=device)
+
+    def refused(backend: str) -> str | None:
+        """Why a backend does not run here, or not with these tensors."""
+        if backend == "cuda":
+            try:
+                attention_cuda.check(q, k, v)
+            except (TypeError, ValueError) as error:
+                return str(error)
+        return None
+
     return Op(
         ATTENTION,
         lambda backend: dag_attention(q, k, v, mask, kv_len, backend=backend),
         right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
         tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else ATTENTION.tolerance,
-        refused=partial(attention_refused, q, k, v),
+        refused=refused,
         peers=attention_peers(q, k, v, visible, quick=settings.quick),
         shape=name,
         parameters={"rows": rows, "prefix": prefix},
@@ -100,31 +113,12 @@ def attention_op(settings: Settings, name: str, prefix: int, rows: int) -> Op:
     )
 
 
-def attention_refused(q: Tensor, k: Tensor, v: Tensor, backend: str) -> str | None:
-    """Why a backend does not run here, or not with these tensors."""
-    if backend == "cuda":
-        try:
-            attention_cuda.check(q, k, v)
-        except (TypeError, ValueError) as error:
-            return str(error)
-    return None
-
-
-def random_tree(rows: int, gen: torch.Generator) -> Tensor:
-    """The rows that each row of a random tree sees: bool [R, R]."""
-    sees = torch.eye(rows, dtype=torch.bool)
-    for row in range(1, rows):
-        sees[row] |= sees[int(torch.randint(max(0, row - 8), row, (), generator=gen))]
-    return sees
-
-
 class Step:
     """One step's graph ops on fixed random candidates."""
 
     def __init__(self, config: GraphConfig, device: torch.device, batch: int = 1) -> None:
         gen = torch.Generator().manual_seed(0)
-        self.config, self.device = config, device
-        self.graph = TokenGraph.empty(batch, config, device)
+        self.config, self.graph = config, TokenGraph.empty(batch, config, device)
         self.max_path = int(config.max_path or 0)
 
         def ints(*size: int, fill: int = 0) -> Tensor:
@@ -205,7 +199,7 @@ def sampling_ops(settings: Settings, name: str, vocabulary: int, rows: int) -> I
         yield Op(
             SAMPLE,
             lambda backend, warpers=warpers: sample_rows(logits, positions, backend=backend, **options, **warpers),
-            peers=sampling_peers(logits[0], *warpers.values()),
+            peers=sampling_peers(logits[0], **warpers),
             alike=warpers["temperature"] == 0.0,  # random picks are the tests' matter
             operation=f"sample_rows {operation}",
             **about,
@@ -369,7 +363,7 @@ def _flashinfer(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Call:
     return lambda: attend(rows, keys, values).transpose(0, 1)[None]
 
 
-def sampling_peers(logits: Tensor, temperature: float, top_k: int, top_p: float) -> dict[str, Peer]:
+def sampling_peers(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Peer]:
     """Picking a token from logits [R, V] with PyTorch, in the order of operations of transformers' warpers."""
     if temperature == 0.0:
         return {"torch_argmax": ready(lambda: logits.argmax(-1))}

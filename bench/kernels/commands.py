@@ -137,11 +137,11 @@ def rows(
     place = device_of(device)
     usual = ("bfloat16", "float32") if place.type == "cpu" else ("bfloat16",)
     named = [getattr(torch, dtype) for dtype in dtypes or usual]
-    sizes = {"rows": tuple(counts or (1, 4, 8, 16, 32, 64)), "prefix": prefix, "prompt": prompt}
-    report = run(shape, named, place, **sizes, seconds=seconds, busy=busy)
+    numbers = tuple(counts or (1, 4, 8, 16, 32, 64))
+    report = run(shape, named, place, rows=numbers, prefix=prefix, prompt=prompt, seconds=seconds, busy=busy)
     typer.echo(table(report))
     if file is not None:
-        write_json(file, report, indent=1)
+        write_json(file, report)
 
 
 def _run(name: str, case: Case, peers: list[str] | None = None, **grid: list[Any] | None) -> None:

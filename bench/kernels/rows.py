@@ -121,8 +121,12 @@ def measure(
     device, on_gpu = model.device, model.device.type == "cuda"
     kv_start = torch.zeros(1, dtype=torch.int32, device=device)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
-    dtype = str(model.dtype).removeprefix("torch.")
-    result: dict[str, Any] = {"shape": shape, "dtype": dtype, "prefix": prefix, "rows": []}
+    result: dict[str, Any] = {
+        "shape": shape,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "prefix": prefix,
+        "rows": [],
+    }
     with neighbours(busy):
         models = {way: WAYS[way](model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for way in ways}
         for model_rows in models.values():
@@ -138,10 +142,9 @@ def measure(
             }
             check(calls, count, model.dtype)
             if on_gpu:
-                best = {way: time_call(call, device, seconds=seconds).median for way, call in calls.items()}
+                best = known | {way: time_call(call, device, seconds=seconds).median for way, call in calls.items()}
             else:
                 best = in_turns({"read": source.sum, **calls}, seconds, busy)
-            best = known | best
             line = {"rows": count, **{f"{way}_ms": 1e3 * value for way, value in best.items()}}
             result["rows"].append(line | {f"{way}_over_floor": best[way] / best["read"] for way in models})
         prompts = {way: lambda of=of: again(of, ids[:, :prompt]) for way, of in models.items()}
@@ -249,8 +252,9 @@ def step_overhead(shape: str, device: torch.device, dtype: torch.dtype, batch: i
     rows = step.flatten("reference")
     step.picks = agreeing(rows)
     accepted = Acceptance(*step.verify(rows, "reference"))
-    gen = torch.Generator().manual_seed(0)
-    caches = random_caches(shape_named(shape), device, dtype, gen, GRAPH.cache_slots, batch)
+    caches = random_caches(
+        shape_named(shape), device, dtype, torch.Generator().manual_seed(0), GRAPH.cache_slots, batch
+    )
     ops = {op.op.name: op for op in step.ops()}
     ops["commit"] = commit_op(caches, accepted.accepted_rows, accepted.num_accepted)
     for op in ops.values():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(terse=True),
         "versions": {**versions(), "cuda": torch.version.cuda, "driver": driver() if device.type == "cuda" else None},
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
 

@@ -107,10 +107,13 @@ def micros(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
+def point(of: Row | Op) -> str:
+    """Shape and parameters."""
+    return ", ".join([of.shape, *(f"{name} {value}" for name, value in of.parameters.items())])
+
+
 OF_A_CASE: Columns = {
-    "": lambda row: ", ".join(
-        [row.operation, row.shape, *(f"{name} {value}" for name, value in row.parameters.items())]
-    ),
+    "": lambda row: f"{row.operation}, {point(row)}",
     "by": lambda row: row.contestant,
     "median": lambda row: micros(row.median),
     "p20–p80": lambda row: f"{micros(row.p20)}–{micros(row.p80)}",
@@ -175,14 +178,12 @@ class Op:
         Raises:
             RuntimeError: too far; nothing that is wrong is timed.
         """
-        wrong = sum(_difference(a, b) for a, b in zip(_tensors(output), _tensors(self.right), strict=True))
+        wrong = 0.0
+        for a, b in zip(_tensors(output), _tensors(self.right), strict=True):
+            wrong += float((a.float() - b.float()).abs().max() if a.is_floating_point() else (a != b).sum())
         if not wrong <= self.tolerance:
             raise RuntimeError(f"{self.op.name}: wrong result: error {wrong:.3g}, allowed {self.tolerance:.3g}")
         return wrong
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max() if a.is_floating_point() else (a != b).sum())
 
 
 def _tensors(output: Any) -> Sequence[Tensor]:
@@ -203,8 +204,7 @@ def run(name: str, case: Callable[[Settings], Iterable[Op]], settings: Settings)
     )
     for op in case(settings):
         for contestant in op.contestants(settings):
-            where = [op.shape, *(f"{key} {value}" for key, value in op.parameters.items())]
-            print(f"{name}: {op.operation}: {', '.join(where)}: {contestant[0]}", file=sys.stderr, flush=True)
+            print(f"{name}: {op.operation}: {point(op)}: {contestant[0]}", file=sys.stderr, flush=True)
             report.rows.append(measure(op, *contestant, settings, report.copy_bandwidth))
     return report
 
@@ -233,7 +233,7 @@ def measure(op: Op, name: str, peer: bool, make: Peer, settings: Settings, bandw
         if isinstance(error, torch.AcceleratorError) or not (peer or isinstance(error, Missing)):
             raise
         row.missing = reason(error)
-        return row
-    vars(row).update(vars(timing), bytes_moved=op.bytes_moved)
-    row.bandwidth_fraction = op.bytes_moved / timing.median / bandwidth
+    else:
+        vars(row).update(vars(timing), bytes_moved=op.bytes_moved)
+        row.bandwidth_fraction = op.bytes_moved / timing.median / bandwidth
     return row

@@ -99,8 +99,7 @@ def copy_bandwidth(device: torch.device, *, quick: bool) -> float:
     size = (64 << 20) if quick else (1 << 30 if device.type == "cuda" else 256 << 20)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = time_call(lambda: target.copy_(source), device, seconds=0.3)
-    return 2 * size / timing.median
+    return 2 * size / time_call(lambda: target.copy_(source), device, seconds=0.3).median
 
 
 def read_bandwidth(device: torch.device) -> float:
