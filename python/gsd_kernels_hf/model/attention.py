@@ -60,7 +60,6 @@ class Temperature:
         return (query * factor[:, None, :, None]).to(query.dtype)
 
 
-PREFIX = "gsd_"
 EAGER = "eager_attention_forward"
 
 
@@ -283,11 +282,10 @@ def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
     waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
     while waiting:
         config = waiting.pop()
-        if id(config) in configs:
-            continue
-        configs[id(config)] = config
-        nested = (getattr(config, key, None) for key in config.sub_configs)
-        waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
+        if id(config) not in configs:
+            configs[id(config)] = config
+            nested = (getattr(config, key, None) for key in config.sub_configs)
+            waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
     return list(configs.values())
 
 
@@ -314,7 +312,7 @@ def _enter(config: PretrainedConfig) -> None:
         if original not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"has an attention implementation without a mask function, {original!r}; use 'sdpa'")
         # Without "flash", for which transformers would look up a kernel.
-        name = PREFIX + original.replace("flash_attention_", "fa_")
+        name = "gsd_" + original.replace("flash_attention_", "fa_")
         _originals[name] = original
         if name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(name, _graph_attention(original))

@@ -108,9 +108,8 @@ def why_not(model: PreTrainedModel | Facts, backend: str) -> str | None:
         cpu_levels.active()  # else the proof's error would be a reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
-    gpu = replay.is_gpu(model.device)
     reason = foreign(facts)
-    if reason is None and gpu:
+    if reason is None and replay.is_gpu(model.device):
         weights = weights_of(model, served(facts).kinds)
         reason = error_of(cuda.check, weights) or choice(weights).why
     if reason is not None:
@@ -179,7 +178,7 @@ def _borrows(kind: Any) -> bool:
 def choice(weights: DecoderWeights) -> gpu_proof.Choice:
     """The way that a GPU's operator goes with weights that it takes."""
     if switch() == "cuda":
-        return gpu_proof.Choice(None, None)
+        return gpu_proof.Choice(None)
     if weights.packing[0]:
         return gpu_proof.Choice(f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda")
     return gpu_proof.choice(weights.final_norm.device, weights.dtype, 2 * weights.inv_freq.shape[0])
@@ -239,14 +238,14 @@ def rows_of(
 ) -> RowModel:
     """The fastest way to forward the rows of a target or draft; arguments as of :class:`RowModel`."""
     facts = Facts.of(model)
-    reason = why_not(facts, backend)
+    given, reason = (facts, capacity, kv_start, backend, hidden_layers), why_not(facts, backend)
     if reason is None:
-        fused = FusedRows(facts, capacity, kv_start, backend, hidden_layers)
+        fused = FusedRows(*given)
         if fused.operator == "cuda":
             _, way, fused.prompt_rows = choice(fused.weights)
             fused.settings = cuda.settings(way, fused.device)
         return fused
     _log_once(type(facts.model).__name__, reason)
-    rows = RowModel(facts, capacity, kv_start, backend, hidden_layers, block=block_of(facts, backend))
+    rows = RowModel(*given, block=block_of(facts, backend))
     rows.why_modules = reason
     return rows

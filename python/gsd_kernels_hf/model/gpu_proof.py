@@ -36,6 +36,7 @@ from ..files import locked
 from ..store import Document
 from . import proof, replay
 from .facts import Facts
+from .probe import in_words
 from .proof import Passage
 from .runner import FusedRows, RowModel
 
@@ -84,7 +85,7 @@ class Sizes(NamedTuple):
 
 MODELS = (
     Sizes(),
-    Sizes(hidden=1992, inner=3016, vocabulary=9000, width=2048, window=700, prompt=2100),
+    Sizes(hidden=1992, inner=3016, vocabulary=9000, window=700, prompt=2100),
     Sizes(hidden=1056, inner=4104, width=6144, prompt=2100),
     Sizes(hidden=1032, inner=1032, width=6144, window=700),
 )
@@ -283,7 +284,7 @@ def prove(kind: Kind, device: torch.device) -> Proof:
             raise replay.DeviceLostError(f"the GPU failed while rows as one operator were proved: {error}") from error
         passing = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
         what = "one operator could not be proved on this GPU: " if passing else ""
-        found = verdict(what + proof.in_words(error), passing=passing)
+        found = verdict(what + in_words(error), passing=passing)
     return {**found, "seconds": round(time.perf_counter() - begin, 3)}
 
 

@@ -80,7 +80,6 @@ def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
     chosen = [layer for layer in layers if layer != LAST]
     if not chosen:
         return None
-    width = text_config(model).hidden_size
     try:
         with listening(model, chosen) as states:
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)), use_cache=False)
@@ -88,7 +87,7 @@ def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
         return str(error)
     for layer in chosen:
         shape = tuple(states[layer].shape) if layer in states else None
-        if shape != (1, 1, width):
+        if shape != (1, 1, text_config(model).hidden_size):
             what = (
                 "is not computed for a text" if shape is None else f"is {list(shape)} for a token, and not one vector"
             )

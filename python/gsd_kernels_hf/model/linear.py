@@ -62,15 +62,11 @@ class CpuLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.weight.shape[1]
-        if rows < self.fewest or input.dtype != self.weight.dtype:
+        many, dtype = rows > self.most, self.weight.dtype
+        if rows < self.fewest or input.dtype != dtype or (many and dtype == torch.float32):
             return super().forward(input)
-        if rows <= self.most:
-            out = row_linear(input.reshape(rows, -1), self.weight)
-        elif self.weight.dtype != torch.float32:
-            out = widened_linear(input.reshape(rows, -1), self.weight)
-        else:
-            return super().forward(input)
-        out = out.view(*input.shape[:-1], -1)
+        flat = input.reshape(rows, -1)
+        out = (widened_linear(flat, self.weight) if many else row_linear(flat, self.weight)).view(*input.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 

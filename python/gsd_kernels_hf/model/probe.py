@@ -210,11 +210,15 @@ def examine(facts: Facts) -> AttentionReport:
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
-        first = " ".join(str(error).split())[:200]
-        problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
+        problem = f"cannot be forwarded with graph rows ({in_words(error)})"
         if getattr(facts.model.config, "return_dict", True) is False:
             problem += ", nor by transformers while model.config.return_dict is False: set it to True"
         return AttentionReport(problem=problem, cause=error)
+
+
+def in_words(error: Exception) -> str:
+    """An error's type and the beginning of its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def served(facts: Facts, name: str = "model") -> AttentionReport:
@@ -242,9 +246,8 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, b
     """Forward the rows: what was noted, what of it is found, and whether NaN appeared nowhere but where it was put."""
     model, device, probe, cache = facts.model, facts.device, Probe(), ProbeCache(facts)
     if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
-        cache.tree = RowTree(
-            torch.full((2, ROWS), -1, device=device), torch.zeros((2, ROWS), dtype=torch.int64, device=device)
-        )
+        none = torch.full((2, ROWS), -1, device=device)
+        cache.tree = RowTree(none, torch.zeros_like(none))
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % facts.vocabulary
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
@@ -291,10 +294,9 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
     """Make one embedding of this thread's forward NaN."""
 
     def spoil(_: Any, output: Any) -> Any:
-        if not poisoned or output.shape[:2] != (2, ROWS):
-            return None
-        output = output.clone()
-        output[0, POISONED] = torch.nan
+        if poisoned and output.shape[:2] == (2, ROWS):
+            output = output.clone()
+            output[0, POISONED] = torch.nan
         return output
 
     return hooked(model.get_input_embeddings(), spoil)
@@ -436,11 +438,8 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
         edge = limits.most or 4096
         few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
         back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
-        row, distance = torch.meshgrid(
-            torch.tensor(sorted(few), dtype=torch.int64, device="cpu"),
-            torch.tensor(sorted(back), dtype=torch.int64, device="cpu"),
-            indexing="ij",
-        )
+        axes = (torch.tensor(sorted(some), dtype=torch.int64, device="cpu") for some in (few, back))
+        row, distance = torch.meshgrid(*axes, indexing="ij")
         row, distance = row[distance <= row], distance[distance <= row]
         expected = limits.seen(row, row - distance)
         exact = all(bool((sees(sequence, row, distance) == expected).all()) for sequence in range(len(padding)))
@@ -449,9 +448,6 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
     if not exact:
         raise Unserved("has attention that is neither causal nor causal within a sliding window or chunks")
     return limits
-
-
-INDEX_SELECTS = (torch.index_select, Tensor.index_select)
 
 
 class Lookups(TorchFunctionMode):
@@ -497,6 +493,6 @@ def looked_up(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any
         return args[1], args[0]
     if func is Tensor.__getitem__:
         return args[0], args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-    if func in INDEX_SELECTS and len(args) > 2 and args[1] == 0:
+    if func in (torch.index_select, Tensor.index_select) and len(args) > 2 and args[1] == 0:
         return args[0], args[2]
     return None, None

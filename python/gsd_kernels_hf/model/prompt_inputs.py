@@ -168,13 +168,14 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     Raises:
         Unsupported: the logits differ, there are none, or positions or ranks are of a kind that is not served.
     """
-    sharded = getattr(facts.model, "_device_mesh", None) is not None
-    for found, whose in ((sharded, "that is sharded among ranks"), (longropes_of(facts), "with longrope")):
+    for found, whose in (
+        (getattr(facts.model, "_device_mesh", None) is not None, "that is sharded among ranks"),
+        (longropes_of(facts), "with longrope"),
+    ):
         if found:
             raise Unsupported(f"{inputs.unread[0]}: not supported of a model {whose}; {LEAVE_OUT}")
-    padded = inputs.kwargs.get("attention_mask") is not None
     kv_start = kv_start.to(facts.device)
-    way = f"rows behind {inputs.names}, {inputs.axes}, {padded}"
+    way = f"rows behind {inputs.names}, {inputs.axes}, {inputs.kwargs.get('attention_mask') is not None}"
     named = {v for config in facts.configs for k, v in vars(config).items() if k.endswith(NAMED) and isinstance(v, int)}
     last = sorted(named.intersection(inputs.input_ids[:, -1].tolist()))
     end = f" where prompts end in {last}, which is no word" if last else ""
@@ -182,10 +183,9 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     ours = partial(_ours, inputs=inputs, kv_start=kv_start)
     difference = facts.proved(way + end, lambda: proof.difference(facts, ours, own, own))
     if difference is not None:
-        name = type(facts.model).__name__
         raise Unsupported(
-            f"{', '.join(inputs.unread)}: {name} cannot be forwarded with graph rows behind it{end}, since "
-            f"{difference.what}; not supported by graph-speculative generation{OTHERWISE}"
+            f"{', '.join(inputs.unread)}: {type(facts.model).__name__} cannot be forwarded with graph rows behind "
+            f"it{end}, since {difference.what}; not supported by graph-speculative generation{OTHERWISE}"
         ) from difference.cause
 
 

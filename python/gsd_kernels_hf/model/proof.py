@@ -22,7 +22,7 @@ from gsd_kernels.graph import pack_bits
 from ..packed.modules import rounds_rows, shape_of
 from .facts import Facts
 from .hidden import hooked
-from .probe import random_numbers_kept
+from .probe import in_words, random_numbers_kept
 from .properties import storing
 from .recurrent.mixers import KINDS, limit_of, mixers_of, states_of
 
@@ -99,8 +99,7 @@ def padding(ids: Tensor, pads: Sequence[int]) -> Tensor:
 
 def own_logits(facts: Facts, *, singly: bool = False, passage: Passage = SHORT) -> Tensor:
     """Logits as transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
-    ids, cache = text(facts, passage), DynamicCache(config=facts.model.config)
-    length = ids.shape[1]
+    ids, cache, length = text(facts, passage), DynamicCache(config=facts.model.config), passage.length
     mask = padding(ids, passage.pads)
     ends = [*range(passage.prompt + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
@@ -258,11 +257,6 @@ def difference(facts: Facts, forward: Forward, own_steps: Forward, own_prompt: F
         except Exception as error:
             return Difference(f"a few tokens could not be forwarded ({in_words(error)})", cause=error, passing=True)
     return None
-
-
-def in_words(error: Exception) -> str:
-    """An error's type and the beginning of its text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def precision_of(facts: Facts) -> torch.dtype:

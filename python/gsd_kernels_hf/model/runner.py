@@ -231,8 +231,8 @@ class RowModel(CachedText):
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
         _ = self.stepping  # all of the cache's forms, before a prompt is read
-        given, own = (view, self.cache.capacity, self.kv_start, self.backend), self.cache
-        return RowModel(*given, cache=own, block=self.block, sides=self.sides)
+        own = self.cache
+        return RowModel(view, own.capacity, self.kv_start, self.backend, cache=own, block=self.block, sides=self.sides)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
@@ -346,11 +346,10 @@ class RowModel(CachedText):
             kinds=self.kinds,
             row_invariant=self.block > 0,
         )
-        stepping = self.stepping
-        listens = listening(stepping, self.hidden_layers)
+        listens = listening(self.stepping, self.hidden_layers)
         exactly, writing = own_bits(self.block > 0), self.cache.writing(fed.places, tree)
         with switched_configs(self.configs), writing, exactly, listens as hidden:
-            output = stepping(
+            output = self.stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
                 # A row behind the table's end is never accepted, see check_length.
@@ -400,8 +399,8 @@ class RowModel(CachedText):
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""
-        shape, dtype = (len(self.kv_start), count, self.vocab_size), dtype_of(self.model.get_output_embeddings())
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        dtype = dtype_of(self.model.get_output_embeddings())
+        return torch.zeros(len(self.kv_start), count, self.vocab_size, dtype=dtype, device=self.device)
 
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""
@@ -446,9 +445,8 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> Decode
     Some classes ignore the window of their configuration.
     """
     decoder: Any = model.model
-    rotary, head = decoder.rotary_emb, model.lm_head
-    inv_freq, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
-    return decoder_weights(decoder.embed_tokens, layers_of(model), kinds, decoder.norm, head, inv_freq, scale)
+    modules, rotary = (decoder.embed_tokens, layers_of(model), kinds, decoder.norm, model.lm_head), decoder.rotary_emb
+    return decoder_weights(*modules, rotary.inv_freq.float(), float(rotary.attention_scaling))
 
 
 def decoder_weights(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -117,7 +117,7 @@ class Vocabulary:
         check_tokenizer(tokenizer, name)
         count, vocabulary = _known.get(tokenizer, (None, None))
         if vocabulary is None or count != len(tokenizer):
-            vocabulary = _read(cls, tokenizer, name)
+            vocabulary = _read(tokenizer, name)
             _known[tokenizer] = len(tokenizer), vocabulary
         return vocabulary
 
@@ -133,11 +133,13 @@ def check_tokenizer(tokenizer: Any, name: str) -> None:
     """
     needed = ("get_vocab", "decode", "__call__", "__len__")
     if isinstance(tokenizer, type) or not all(callable(getattr(tokenizer, method, None)) for method in needed):
-        got = f"got {named(tokenizer)}; load it by AutoTokenizer.from_pretrained"
-        raise TypeError(f"{name}: expected a tokenizer of transformers, {got}")
+        raise TypeError(
+            f"{name}: expected a tokenizer of transformers, got {named(tokenizer)}; load it by "
+            "AutoTokenizer.from_pretrained"
+        )
 
 
-def _read(cls: type[Vocabulary], tokenizer: Any, name: str) -> Vocabulary:
+def _read(tokenizer: Any, name: str) -> Vocabulary:
     pieces = tokenizer.get_vocab()
     added = {int(token): str(content) for token, content in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     special = {int(token) for token in getattr(tokenizer, "all_special_ids", ())} | added.keys()
@@ -145,7 +147,7 @@ def _read(cls: type[Vocabulary], tokenizer: Any, name: str) -> Vocabulary:
     marks = {added.get(token, piece): token for piece, token in pieces.items() if token in special}
     roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
     spelled = spelling(ordinary, f"{name}: the tokens of {type(tokenizer).__name__}")
-    return cls(spelled, marks, {role: int(token) for role, token in roles.items() if token is not None})
+    return Vocabulary(spelled, marks, {role: int(token) for role, token in roles.items() if token is not None})
 
 
 def spelling(pieces: Mapping[int, str], what: str) -> dict[int, bytes]:
@@ -200,11 +202,8 @@ class SharedTokens:
                 other = draft.last_of(target.spelled[token])
             reads[token] = reads[token] if other is None else other
         most = max(sum(len(spelled) > 1 for spelled in own.spelled.values()) for own in (target, draft))
-        return cls(
-            torch.tensor(same, dtype=torch.int64, device="cpu"),
-            torch.tensor(reads, dtype=torch.int64, device="cpu"),
-            shared / max(1, most),
-        )
+        ours, read = (torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in (same, reads))
+        return cls(ours, read, shared / max(1, most))
 
 
 @dataclass(frozen=True)
@@ -250,10 +249,11 @@ class Translation:
         Raises:
             ValueError: a tokenizer has a token that its model has no row for.
         """
-        both = {"tokenizer": (self.target, target), "assistant_tokenizer": (self.draft, draft)}
-        for name, (own, model) in both.items():
+        for name, own, whose, model in (
+            ("tokenizer", self.target, "the target", target),
+            ("assistant_tokenizer", self.draft, "the draft model", draft),
+        ):
             if own.size > vocabulary(model):
-                whose = "the target" if name == "tokenizer" else "the draft model"
                 raise ValueError(
                     f"{name}: its largest id is {own.size - 1}, and {whose} has {vocabulary(model)} tokens; pass the "
                     "tokenizer that the model was trained with"
@@ -320,22 +320,23 @@ class Speller:
             space = 1
         elif joined != whole:
             return None
-        start = border + space if border or whole.startswith(b" ") else 0
-        ends = [end - border - space for end in accumulate(map(len, pieces))]
-        first = next((i for i, end in enumerate(ends) if end + border + space > start), len(ends))
-        begin = ends[first - 1] + border + space if first else 0
+        shift = border + space
+        start = shift if border or whole.startswith(b" ") else 0
+        stops = list(accumulate(map(len, pieces)))  # in what was joined
+        ends = [stop - shift for stop in stops]
+        first = bisect_right(stops, start)
         length = len(whole) - border
-        if begin == start:
+        if start == (stops[first - 1] if first else 0):
             return Spelled(tokens[first:], ends[first:], length)
-        cut = self.longest(joined[start : ends[first] + border + space])
+        cut = self.longest(joined[start : stops[first]])
         return Spelled(cut.tokens + tokens[first + 1 :], cut.ends + ends[first + 1 :], length)
 
     def longest(self, text: bytes) -> Spelled:
         """The longest tokens one after the other."""
         tokens, ends, at, ids = [], [], 0, self.vocabulary.ids
         while at < len(text):
-            possible: Iterable[int] = range(min(len(text), at + self.vocabulary.longest), at, -1)
-            end = next((end for end in possible if text[at:end] in ids), None)
+            most = min(len(text), at + self.vocabulary.longest)
+            end = next((end for end in range(most, at, -1) if text[at:end] in ids), None)
             if end is None and not self.skips:
                 break
             if end is not None:

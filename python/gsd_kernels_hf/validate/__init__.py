@@ -155,8 +155,9 @@ def check_generation_config(config: GenerationConfig) -> None:
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
-            unknown = "generation option %s=%r is not known to gsd_kernels and may have no effect"
-            warn_once((name,), unknown, name, value)
+            warn_once(
+                (name,), "generation option %s=%r is not known to gsd_kernels and may have no effect", name, value
+            )
         why, neutral = REFUSED.get(name, ("", (value,)))
         if value is not None and value not in neutral and name not in unread:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
@@ -167,8 +168,9 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     check_counts(kwargs)
     for name, value in kwargs.items():
         if name in REFUSED_PARAMETERS and value is not None and value is not False:
-            cure = REFUSED_PARAMETERS[name]
-            raise Unsupported(f"{name}: not supported by graph-speculative generation; {cure}{OTHERWISE}")
+            raise Unsupported(
+                f"{name}: not supported by graph-speculative generation; {REFUSED_PARAMETERS[name]}{OTHERWISE}"
+            )
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
@@ -238,7 +240,6 @@ def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> N
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
 """What the decode loop says in any case; anything else may be an input of a prompt."""
-UNREAD = "a model input that graph-speculative generation does not read"
 WHY_UNREAD = {
     **dict.fromkeys(CACHES, "a cache of its own is used, and continuing one is not supported; pass the whole prompt"),
     "position_ids": "positions are counted from the first token that is not padding, and these differ",
@@ -265,14 +266,15 @@ def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]
     unread = sorted(name for name, value in model_kwargs.items() if not _is_read(name, value, mask))
     for name in unread:
         if name in COUNTED or not reads_more(facts.model):
-            raise Unsupported(f"{name}: {WHY_UNREAD.get(name, UNREAD)}; {LEAVE_OUT}")
+            why = WHY_UNREAD.get(name, "a model input that graph-speculative generation does not read")
+            raise Unsupported(f"{name}: {why}; {LEAVE_OUT}")
     return tuple(unread)
 
 
 def reads_more(model: PreTrainedModel) -> bool:
     """Return whether the model's prompts may have more than text."""
     modalities = getattr(model, "input_modalities", "text")
-    return bool({modalities} - {"text"} if isinstance(modalities, str) else set(modalities) - {"text"})
+    return bool(({modalities} if isinstance(modalities, str) else set(modalities)) - {"text"})
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
@@ -294,12 +296,10 @@ def _is_counted(positions: Tensor, mask: Tensor | None) -> bool:
     """Return whether positions [..., P] are 0, 1, 2, … from each sequence's first token on; padding may have any."""
     if mask is None:
         counted = torch.arange(positions.shape[-1], device=positions.device)
+    elif positions.shape[-1:] != mask.shape[-1:] or positions.dim() < 2 or positions.shape[-2] not in (1, len(mask)):
+        return False
     else:
         counted = mask.to(positions.device).long().cumsum(-1) - 1
-    if mask is not None and (
-        positions.shape[-1:] != mask.shape[-1:] or positions.dim() < 2 or positions.shape[-2] not in (1, len(mask))
-    ):
-        return False
     return bool(((positions == counted) | (counted < 0)).all())
 
 
@@ -317,9 +317,11 @@ def check_feeding(model: PreTrainedModel) -> None:
         if getattr(method, "__self__", None) is model and module.startswith("transformers."):
             continue
         owner = type(getattr(method, "__self__", model)).__name__
-        cure = "use transformers' own"
-        if owner.startswith("Peft"):
-            cure = "PEFT prompt learning puts virtual tokens before the text, which is not supported"
+        cure = (
+            "PEFT prompt learning puts virtual tokens before the text, which is not supported"
+            if owner.startswith("Peft")
+            else "use transformers' own"
+        )
         raise Unsupported(
             f"model: {owner} has its own {name}, which graph-speculative generation does not call; {cure}"
         )
@@ -344,10 +346,10 @@ def check_adapters(facts: Facts) -> None:
 
 def check_listeners(streamer: Any, observer: Any) -> None:
     """Raise unless these can be told of tokens and of steps."""
-    if streamer is not None:
-        usable = all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
-        if isinstance(streamer, type) or not usable:
-            raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {named(streamer)}")
+    if streamer is not None and (
+        isinstance(streamer, type) or not all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+    ):
+        raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {named(streamer)}")
     if observer is not None and not callable(observer):
         raise TypeError(f"observer: expected a function of a gsd_kernels.Verified, got {named(observer)}")
 
@@ -361,8 +363,9 @@ MAX_VOCABULARY_PADDING = 1024
 def check_backend(backend: object) -> None:
     """Raise unless ``backend`` is the name of one; whether it can run here, every op says for itself."""
     if backend not in BACKENDS:
-        near = did_you_mean(backend, BACKENDS)
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{near}")
+        raise ValueError(
+            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{did_you_mean(backend, BACKENDS)}"
+        )
 
 
 def check_model(name: str, model: Any) -> Facts:
@@ -482,7 +485,7 @@ def check_pair(
             f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; {cure}"
         )
     for token in ("bos_token_id", "eos_token_id"):
-        ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
+        ids = [_as_set(getattr(text_config(m), token, None)) for m in (target, draft)]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
             raise Unsupported(
                 f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "

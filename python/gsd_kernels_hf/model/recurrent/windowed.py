@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
@@ -79,7 +79,7 @@ class Recurrence:
     ) -> Tensor:
         """See :func:`gsd_kernels.ops.state_rows.state_rows`; float32 [B, R, H, V]."""
         batch, _, groups, size = key.shape
-        heads, width, decays = value.shape[2], value.shape[3], decay.shape[3]
+        (heads, width), decays = value.shape[2:], decay.shape[3]
         if self.fresh:
             if self.window is None or self.window.state.shape[1:] != (batch, heads, size, width):
                 sizes = (batch, heads, groups, size, width, decays)
@@ -205,7 +205,7 @@ class ShortConvolution:
         """The state at the end of the text, [B, C, W]; its first token is not read any more."""
         if self.last is None:
             return None
-        return torch.nn.functional.pad(self.last, (0, 0, 1, 0)).transpose(1, 2).contiguous()
+        return pad(self.last, (0, 0, 1, 0)).transpose(1, 2).contiguous()
 
     def __call__(
         self,
