@@ -39,7 +39,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 138.8,
     "python/gsd_kernels_hf/packed": 54,
     "python/gsd_kernels_hf/policy": 18,
-    "python/gsd_kernels_hf/sources": 155,
+    "python/gsd_kernels_hf/sources": 154.3,
     "python/gsd_kernels_hf/validate": 16.9,
     "python/gsd_kernels_serve": 87.8,
     "python/gsd_kernels_sglang": 17.7,

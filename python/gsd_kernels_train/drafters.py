@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import vocabulary
-from gsd_kernels_hf.sources.checkpoints import BadCheckpoint
+from gsd_kernels_hf.sources.checkpoints import BadCheckpoint, shapes_of
 from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig, along
 from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Eagle3, Eagle3Config
 from gsd_kernels_hf.sources.heads import DraftHeads
@@ -156,7 +156,7 @@ def new_head(block: Block) -> Mtp:
     Raises:
         BadCheckpoint: no layer is alike.
     """
-    head, shapes = Mtp(WRITTEN, block, bias=False), block.shapes()
+    head, shapes = Mtp(WRITTEN, block, bias=False), shapes_of(block.module)
     head.block = head.block.to_empty(device="cpu").requires_grad_(True)
     for layer in reversed(decoder_of(block.target)[0]):
         tensors = layer.state_dict()

@@ -62,8 +62,7 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
         ValueError: the source, what it asks for and what there is.
     """
     layers, last = source.hidden_layers, int(text_config(target).num_hidden_layers)
-    known = isinstance(layers, (tuple, list))
-    if not known or not all(type(layer) is int and -1 <= layer <= last for layer in layers):
+    if not isinstance(layers, (tuple, list)) or not all(type(i) is int and -1 <= i <= last for i in layers):
         raise ValueError(
             f"draft_sources: {source.name}: hidden_layers: expected a tuple of numbers from −1 to {last}, since the "
             f"target has {last} layers, got {shown(layers)}"
@@ -119,11 +118,11 @@ class Border:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"draft_sources: {source.name}: {error}") from None
             self.checked.add(source.name)
-        tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
+        index = proposal.index
         # A source may write its tensors again: what it proposed is learned from behind the step.
         return Proposal(
-            tokens.detach().clone(),
-            log_probs.detach().nan_to_num(-torch.inf, 0.0),
+            proposal.tokens.detach().clone(),
+            proposal.log_probs.detach().nan_to_num(-torch.inf, 0.0),
             None if index is None else index.detach().clone(),
             proposal.rows,
         )

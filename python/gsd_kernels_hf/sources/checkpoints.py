@@ -87,18 +87,20 @@ def fetch(
     if Path(place).is_dir():
         return Path(place)
     asked = (str(place), tuple(wanted), revision)
-    if asked in _snapshots and _snapshots[asked].is_dir():
-        return _snapshots[asked]
+    if (known := _snapshots.get(asked)) and known.is_dir():
+        return known
     try:
-        found = snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
+        found = Path(
+            snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
+        )
     except (HFValidationError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(
             f"{what}: {where} is no folder here and could not be fetched from the hub: {first}"
         ) from error
     if download:  # else it may be a part of what is there
-        _snapshots[asked] = Path(found)
-    return Path(found)
+        _snapshots[asked] = found
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -221,8 +223,7 @@ class Checkpoint:
         Raises:
             BadCheckpoint: see :meth:`read`.
         """
-        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-        module.load_state_dict(self.read(shapes), assign=True)
+        module.load_state_dict(self.read(shapes_of(module)), assign=True)
 
     def read(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The tensors, once all of them are known to have the shapes that are expected; FP8 with its scales as floats.
@@ -232,7 +233,7 @@ class Checkpoint:
         """
         scaled = [name for name in expected if name + SCALE in self.files]
         quantised, expected = self.config.get("quantization_config"), dict(expected)
-        block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
+        block = (quantised if isinstance(quantised, dict) else {}).get("weight_block_size", [128, 128])
         # Rows and columns of a weight that share a scale.
         pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         if scaled and not pair:
@@ -263,10 +264,18 @@ class Checkpoint:
     def _read(self) -> dict[str, Tensor]:
         found = {}
         for path in {place.path for place in self.files.values()}:
-            there = {name: place for name, place in self.files.items() if place.path == path}
             with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(place.name).clone() for name, place in there.items()}
+                found |= {
+                    name: file.get_tensor(place.name).clone()
+                    for name, place in self.files.items()
+                    if place.path == path
+                }
         return found
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's tensors, by name."""
+    return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def unscaled(weight: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:

@@ -93,8 +93,8 @@ def open_corpus(folder: Path, tokenizer: Any = None) -> tuple[Header, SortedCorp
             f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
             f"{own}); index the files anew with the target's"
         )
-    arrays = {name: _mapped(folder, name, header.arrays[name]) for name in ARRAYS}
-    return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    arrays = {name: torch.from_numpy(_mapped(folder, name, header.arrays[name])) for name in ARRAYS}
+    return header, SortedCorpus(**arrays)
 
 
 def read_header(folder: Path) -> Header:
@@ -117,8 +117,7 @@ def read_header(folder: Path) -> Header:
         raise ValueError(f"corpus: {file} is no index of gsd_kernels; write one with gsd-kernels index")
     if version > VERSION:
         raise ValueError(f"corpus: {folder} has version {version}, newer than {VERSION}; update gsd_kernels")
-    same = digest == _digest({"format": kind, "version": version, **values})
-    if not same or values.get("max_match") != MAX_MATCH:
+    if digest != _digest({"format": kind, "version": version, **values}) or values.get("max_match") != MAX_MATCH:
         raise ValueError(damaged)
     return Header(**values)  # as it was written, or the digest would be another
 

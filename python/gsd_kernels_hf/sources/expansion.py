@@ -18,7 +18,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.ops.step import feed_chain
 
 from ..model import properties
-from ..model.runner import Listener, RowModel
+from ..model.runner import RowModel
 from ..model.vocabulary import SharedTokens, Translation
 from ..records import Candidates, Sampler, Verified
 from .base import Level, OwnSource, Proposal, Text, rows_at
@@ -184,11 +184,9 @@ class TranslatedRows:
         """Logits of the draft's tokens as the target's, −inf where it has none: [B, R, draft's] → [B, R, V]."""
         return logits.index_select(-1, self.same).masked_fill_(self.absent, -torch.inf)
 
-    def read(
-        self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
-    ) -> None:
+    def read(self, input_ids: Tensor, *arguments: Any, **options: Any) -> None:
         """Read like :meth:`RowModel.read`."""
-        self.own.read(self.of_draft(input_ids), attention_mask, chunk, listener)
+        self.own.read(self.of_draft(input_ids), *arguments, **options)
 
     def rows(self, token_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Forward like :meth:`RowModel.rows`."""
@@ -283,9 +281,10 @@ class DraftModel(Expansion):
         if self.rows.recurrent:
             count = self.cached - chain.kv_len
             place = torch.arange(width, dtype=torch.int32, device=count.device)
-            first = width - count[:, None]
             # Of the keys and values, every one lies where it belongs.
-            self.rows.cache.commit_states(torch.where(place < count[:, None], first + place, -1), count)
+            self.rows.cache.commit_states(
+                torch.where(place < count[:, None], width - count[:, None] + place, -1), count
+            )
         return logits
 
 

@@ -218,10 +218,13 @@ class FeatureConfig:
         given |= {"draft_vocab_size": vocab, "target_hidden_size": width, "layers": layers}
         given["own_embedding"] = "embed_tokens.weight" in tensors
         for one in fields(cls):
-            if one.name not in given and one.type == "bool":
-                given[one.name] = checkpoints.flag(said, one.name)
-            elif one.name not in given:
-                given[one.name] = checkpoints.number(said, one.name, default=one.default, least=0)
+            name = one.name
+            if name in given:
+                continue
+            if one.type == "bool":
+                given[name] = checkpoints.flag(said, name)
+            else:
+                given[name] = checkpoints.number(said, name, default=one.default, least=0)
         return cls(**given)
 
 
@@ -250,8 +253,7 @@ class FeatureDrafter(HiddenDrafter):
         self.layers = nn.ModuleList(make(sizes, number) for number in range(sizes.num_hidden_layers))
         self.norm = LlamaRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, drafted, bias=False) if config.own_head else None
-        reduced = drafted < sizes.vocab_size
-        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if reduced else None)
+        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if drafted < sizes.vocab_size else None)
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
@@ -463,13 +465,14 @@ class Eagle3(FeatureDrafter):
 
     def first_parameters(self) -> dict[str, Any]:
         """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
-        feature_norm = self.layers[0].hidden_norm.weight.detach()
-        return {"feature_norm": feature_norm, "normed_residual": self.config.norm_before_residual}
+        return {
+            "feature_norm": self.layers[0].hidden_norm.weight.detach(),
+            "normed_residual": self.config.norm_before_residual,
+        }
 
     def mask_feature(self) -> Tensor:
         """The feature that stands for that of a token which is not known, [D]."""
-        parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
-        return self.fuse([*parts])[0, 0]
+        return self.fuse([*self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)])[0, 0]
 
     def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
         """The first layer's output, and the others: it reads both, side by side."""

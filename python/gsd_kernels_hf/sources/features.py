@@ -92,12 +92,12 @@ class FeatureCache(CachedText):
         cache = GraphCache(model.sizes, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.kv_start = self.text_kv_start
-        self.backend, self.device = target.backend, next(model.parameters()).device
+        weight = next(model.parameters())
+        self.backend, self.device = target.backend, weight.device
         # Of its operators: on a GPU "auto" never takes them; that rows come there is what was asked.
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
-        weight = next(model.parameters())
-        batch = text.state.tokens.shape[0]
-        self.features = weight.new_zeros(batch, target.cache.capacity, model.sizes.hidden_size)  # [B, S, D]
+        shape = len(text.state.tokens), target.cache.capacity, model.sizes.hidden_size
+        self.features = weight.new_zeros(shape)  # [B, S, D]
 
     def grow(self, capacity: int) -> None:
         """See :meth:`CachedText.grow`."""
@@ -155,7 +155,7 @@ class FeatureSource(OwnSource):
         self.embedding = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
         ids = None if module.d2t is None else module.target_ids()
         self.vocabulary = DraftVocabulary(ids, module.sizes.vocab_size, text.target.vocab_size)
-        self.rows = FeatureCache(self.module, text, self.extra_slots)
+        self.rows = FeatureCache(module, text, self.extra_slots)
         text.keep(self.rows)
         self.rows.vocab_size = self.embedding.num_embeddings
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; where entries end, padding included

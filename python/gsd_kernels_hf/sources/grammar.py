@@ -142,14 +142,13 @@ def vocabulary_in(processors: Sequence[Any]) -> Vocabulary | None:
     for value in _values(processors):
         if isinstance(value, _kinds("CompiledGrammar")):
             info = value.tokenizer_info
-            return _read(tuple(info.decoded_vocab), (*info.special_token_ids, *info.stop_token_ids))
+            return _read(tuple(info.decoded_vocab), frozenset((*info.special_token_ids, *info.stop_token_ids)))
     return None
 
 
 @lru_cache(maxsize=2)
-def _read(words: tuple[bytes, ...], special: tuple[int, ...]) -> Vocabulary:
-    left_out = set(special)
-    return Vocabulary({t: word for t, word in enumerate(words) if word and t not in left_out}, {}, {})
+def _read(words: tuple[bytes, ...], special: frozenset[int]) -> Vocabulary:
+    return Vocabulary({t: word for t, word in enumerate(words) if word and t not in special}, {}, {})
 
 
 def holds_grammar(processors: Sequence[Any]) -> bool:
@@ -167,7 +166,7 @@ def _kinds(*names: str) -> tuple[type, ...]:
 def _values(processors: Sequence[Any]) -> Iterator[Any]:
     """The values that the processors hold, and those in lists of theirs."""
     for processor in processors:
-        for value in vars(processor).values() if hasattr(processor, "__dict__") else ():
+        for value in getattr(processor, "__dict__", {}).values():
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 yield from _values([one]) if isinstance(one, LogitsProcessor) else (one,)
 
@@ -178,8 +177,8 @@ def _copies(processor: Any, batch: int) -> list[Any]:
     Grammars come before matchers, which may be of an earlier text; a processor that is used for one text alone has a
     matcher at its beginning.
     """
-    values = list(vars(processor).values()) if hasattr(processor, "__dict__") else []
-    lists = [[v] if not isinstance(v, (list, tuple)) else list(v) for v in values]
+    values = getattr(processor, "__dict__", {}).values()
+    lists = [list(v) if isinstance(v, (list, tuple)) else [v] for v in values]
     compiled, matchers = _kinds("CompiledGrammar"), _kinds("GrammarMatcher", "LLMatcher")
     for found in lists:
         if len(found) in (1, batch) and all(isinstance(one, compiled) for one in found):

@@ -144,8 +144,7 @@ class History(OwnSource):
             return
         padded = torch.nn.functional.pad(real, (MAX_CONTEXT - 1, 0), value=-1)
         contexts = padded.unfold(1, MAX_CONTEXT, 1)[:, :-1].flip(-1)  # [B, P − 1, C], nearest first
-        k = self.table.tokens.shape[2]
-        following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
+        following = torch.nn.functional.pad(real[:, 1:, None], (0, self.table.tokens.shape[2] - 1), value=-1)
         log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
         known = (contexts[..., 0] >= 0) & (following[..., 0] >= 0)
         ngram_insert(self.table, contexts.contiguous(), following, log_probs, known, backend=self.sampler.backend)

@@ -59,10 +59,10 @@ def settings_of(
     Raises:
         BadCheckpoint: the first of the layouts that it is of lists no different layers.
     """
-    inner = {name: config[name] for name in NESTED if isinstance(config.get(name), dict)}
-    said = {name: value for part in (config, *inner.values()) for name, value in part.items() if value is not None}
+    parts = {"": config} | {name: config[name] for name in NESTED if isinstance(config.get(name), dict)}
+    said = {name: value for part in parts.values() for name, value in part.items() if value is not None}
     for layout in layouts:
-        value = (inner.get(layout.inside, {}) if layout.inside else config).get(layout.layers)
+        value = parts.get(layout.inside, {}).get(layout.layers)
         if value is None:
             continue
         good = isinstance(value, list) and value and all(type(i) is int and i + layout.shift >= 0 for i in value)

@@ -35,8 +35,7 @@ TENSORS = ("keys", "tokens", "log_probs")
 
 def each(table: NgramTable, change: Callable[[Tensor], Tensor]) -> NgramTable:
     """A table whose tensors are changed alike."""
-    parts = {name: change(getattr(table, name)) for name in TENSORS}
-    return replace(table, **parts)
+    return replace(table, **{name: change(getattr(table, name)) for name in TENSORS})
 
 
 def fit(one: NgramTable, other: NgramTable) -> bool:
@@ -55,8 +54,7 @@ def before(newer: NgramTable, older: NgramTable) -> NgramTable:
     kept = (keys == 0).to(torch.uint8).sort(dim=1, stable=True).indices[:, : newer.ways]  # [sets, ways]
 
     def both(mine: Tensor, other: Tensor, nothing: float) -> Tensor:
-        given = [mine, other.to(device)]
-        parts = [torch.nn.functional.pad(t, (0, width - t.shape[2]), value=nothing) for t in given]
+        parts = [torch.nn.functional.pad(t, (0, width - t.shape[2]), value=nothing) for t in (mine, other.to(device))]
         whole = torch.cat([t.view(-1, newer.ways, width) for t in parts], 1)
         return whole.gather(1, kept[..., None].expand(-1, -1, width)).view(1, -1, width)
 
@@ -114,9 +112,9 @@ class HistoryMemory:
         Returns:
             What it holds in any case from here on, of all that is remembered now.
         """
-        rows = [each(table, itemgetter(slice(row, row + 1))) for row in range(table.keys.shape[0])]
-        newest = each(rows[0], Tensor.clone)  # the call's table goes on being written
-        for row in rows[1:]:
+        first, *others = [each(table, itemgetter(slice(row, row + 1))) for row in range(len(table.keys))]
+        newest = each(first, Tensor.clone)  # the call's table goes on being written
+        for row in others:
             newest = before(newest, row)
         with self._lock:
             older = self._kept
@@ -133,8 +131,8 @@ class HistoryMemory:
             return None
         width = min(table.tokens.shape[2], kept.tokens.shape[2])
         table.keys.copy_(kept.keys)
-        table.tokens[..., :width] = kept.tokens[..., :width].to(table.tokens.device)
-        table.log_probs[..., :width] = kept.log_probs[..., :width].to(table.tokens.device)
+        table.tokens[..., :width].copy_(kept.tokens[..., :width])
+        table.log_probs[..., :width].copy_(kept.log_probs[..., :width])
         return kept
 
     def save(self, file: str | os.PathLike[str]) -> None:

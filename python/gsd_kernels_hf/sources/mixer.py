@@ -342,13 +342,11 @@ class Mixer:
                 break
             drafted = self.propose(level)
             levels.append(drafted)
-            tokens, log_probs = drafted.candidates
             # The width is the next level's, which is the history's behind the last that a model expands.
             frontier = merge(
                 graph,
                 frontier.node_ids,
-                tokens,
-                log_probs,
+                *drafted.candidates,
                 level=number,
                 width=config.width if number + 1 < config.depth else config.history_width,
                 config=config,

@@ -31,7 +31,7 @@ from ..model.hidden import decoder_of
 from ..model.properties import device_of, text_config
 from ..validate import SERVED_LAYERS
 from . import checkpoints
-from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of
+from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of, shapes_of
 from .feature_drafter import HiddenDrafter, Rotary, Shapes
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
@@ -60,10 +60,6 @@ class Block:
     index: int
     attention: str | None
     target: PreTrainedModel
-
-    def shapes(self) -> Shapes:
-        """Its tensors, by name."""
-        return {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
 
 
 @contextmanager
@@ -129,7 +125,7 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
     """
     found = []
     for block in blocks_of(target):
-        stored = {part for name, shape in block.shapes().items() for part in stored_as(name, shape, files)}
+        stored = {part for name, shape in shapes_of(block.module).items() for part in stored_as(name, shape, files)}
         found.append((len(stored ^ files.keys()), block))
     wrong, nearest = min(found, key=lambda one: one[0])
     kinds = {block.attention: block for strange, block in reversed(found) if strange == wrong}
@@ -200,7 +196,7 @@ class Mtp(HiddenDrafter):
         module.check_target(target)
         layers, norm = decoder_of(target)
         weights = {} if layout.norm else {"norm.weight": norm.weight.detach().clone()}
-        wanted = {name: tuple(value.shape) for name, value in module.state_dict().items() if name not in weights}
+        wanted = {name: shape for name, shape in shapes_of(module).items() if name not in weights}
         stored = {name: stored_as(name, shape, shapes) for name, shape in wanted.items()}
         found = checkpoint.read({part: shape for parts in stored.values() for part, shape in parts.items()})
         for name in wanted:  # experts one after the other, each with its gate before
@@ -322,8 +318,11 @@ def open_heads(
         strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
         raise bad(f"{where} has no {KIND} heads; looked for were {looked_for(layers)}{strange}")
     layout, prefix = heads
-    own = {name: layout.own_name(name.removeprefix(prefix)) for name in files if name.startswith(prefix)}
-    own = {name: ours for name, ours in own.items() if ours is not None}
+    own = {
+        name: ours
+        for name in files
+        if name.startswith(prefix) and (ours := layout.own_name(name.removeprefix(prefix))) is not None
+    }
     quantised = next((name for name in own if name.endswith(QUANTISED)), None)
     if quantised is not None:
         raise bad(
