@@ -41,7 +41,7 @@ BUDGET = {
     "python/gsd_kernels_hf/policy": 18,
     "python/gsd_kernels_hf/sources": 154.3,
     "python/gsd_kernels_hf/validate": 16.9,
-    "python/gsd_kernels_serve": 87.8,
+    "python/gsd_kernels_serve": 87.1,
     "python/gsd_kernels_sglang": 17.7,
     "python/gsd_kernels_train": 81.4,
     "python/gsd_kernels_train/recipes": 3,

@@ -48,8 +48,11 @@ class Answer(ResponseParser):
         self.special, self.is_text = special, False
         super().__init__(template, prefix=prefix, tools=tools or None)
         self.at = len(self._buffer)  # what a prompt has begun is no part of the text
-        begun = response_events_to_chunks(self.initial_events)
-        self.begun = [part for part in begun if isinstance(part, ToolCall) or part.strip()]
+        self.begun = [
+            part
+            for part in response_events_to_chunks(self.initial_events)
+            if isinstance(part, ToolCall) or part.strip()
+        ]
 
     def parts(self, text: str = "", over: bool = False) -> list[Any]:
         """The parts that are clear with more of the text, or with its end."""
@@ -119,8 +122,7 @@ class Answers:
         if not self.written:
             return None
         template, before = load_response_template(bounded(self.written)), self._inner.decode(prompt)
-        begins = template.start_anchor_re.search(before) is not None
-        answer = Answer(template, before if begins else "", tools, self.special)
+        answer = Answer(template, before if template.start_anchor_re.search(before) else "", tools, self.special)
         return Answer(template, "", tools, self.special) if answer.is_text else answer
 
 

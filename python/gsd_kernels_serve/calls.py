@@ -160,8 +160,7 @@ class Request:
         """``usage``: a prompt counts once, whatever the number of its texts."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         answer = sum(len(call.ids) for call in self.calls)
-        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return {"usage": usage}
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}}
 
 
 @dataclass
@@ -201,7 +200,6 @@ class Call:
     prompt: Prompt
     number: int
     part: str
-    recorder: Recorder | None = None
     statistics: Json | None = None
     ids: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
@@ -212,8 +210,8 @@ class Call:
 
     def __post_init__(self) -> None:
         self.place = Place(self.prompt.shown)
-        if self.request.top is not None:
-            self.recorder = Recorder(self.request.top)
+        top = self.request.top
+        self.recorder = None if top is None else Recorder(top)
 
     @property
     def seed(self) -> int:
@@ -398,25 +396,24 @@ class Queue(GenerateManager):
                 error = refused_config(request.named, error)
             raise error
         call.ids = output[0, prompt:].tolist()
-        call.finish = self._finish(call)
         if request.is_content and call.ids and call.ids[-1] in request.ends:
             try:  # before it is told as JSON
                 json.loads(self.tokenizer.decode(call.ids, skip_special_tokens=True))
             except ValueError as error:  # the grammar's fault
                 raise ValueError(f"the answer was held to a schema, and is no JSON: {error}") from error
-        self._count(call, queued=begun - call.since)
+        self._conclude(call, queued=begun - call.since)
         writer.close()
 
-    def _finish(self, call: Call) -> str:
-        ids, config, most = call.ids, call.prompt.config, call.prompt.config.max_new_tokens
+    def _conclude(self, call: Call, queued: float) -> None:
+        """Say why a text ends, and its statistics."""
+        ids, config = call.ids, call.prompt.config
+        most = config.max_new_tokens
         ended = bool(ids) and ids[-1] in call.request.ends
         if not ended and config.stop_strings:
             text = self.tokenizer.decode(ids)
             ended = any(stop in text for stop in config.stop_strings)
-        return "length" if not ended and most is not None and len(ids) >= most else "stop"
-
-    def _count(self, call: Call, queued: float) -> None:
-        if call.finish == "length" and not call.ids:  # nothing was decoded
+        call.finish = "length" if not ended and most is not None and len(ids) >= most else "stop"
+        if call.finish == "length" and not ids:  # nothing was decoded
             call.statistics = {"new_tokens": 0, "queued": queued}
             return
         stats = self.handle.stats  # of this thread

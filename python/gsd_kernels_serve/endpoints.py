@@ -129,8 +129,7 @@ class Texts:
                     most = min(most, service.positions - tokens)
                 prompt.config.max_new_tokens = most
             if tokens > service.most:
-                bound = f"this server reads {service.most} (--max-prompt): shorten it"
-                raise Refused(needed, f"{tokens} tokens; {bound}")
+                raise Refused(needed, f"{tokens} tokens; this server reads {service.most} (--max-prompt): shorten it")
         return Request(body, prompts, named, **asked)
 
     async def begin(self, call: Call) -> Waiting:
@@ -161,16 +160,21 @@ class Texts:
 
     async def _stream(self, request: Request, first: Waiting) -> AsyncIterator[str]:
         number = itertools.count()
+
+        def line(event: Json) -> str:
+            data = json.dumps(self.numbered(event, next(number)), allow_nan=False, separators=(",", ":"))
+            return f"data: {data}\n\n"
+
         try:
             async for event in self.events(request, first):
-                yield _event(self.numbered(event, next(number)))
+                yield line(event)
             yield self.done
         except Exception as error:
             status, told = answer_of(error, self.endpoint)
             if status == 500:
                 log.exception("%s failed", self.endpoint)
             for event in self.failed(request, told["error"]):
-                yield _event(self.numbered(event, next(number)))
+                yield line(event)
 
 
 class Choices(Texts):
@@ -199,8 +203,7 @@ class Choices(Texts):
 
     def whole(self, request: Request) -> Json:
         choices = [{"index": index, **self.choice(call)} for index, call in enumerate(request.calls)]
-        about = {**request.counted(), **request.statistics()}
-        return {**self._head(request, self.object), "choices": choices, **about}
+        return {**self._head(request, self.object), "choices": choices, **request.counted(), **request.statistics()}
 
     async def events(self, request: Request, first: Waiting) -> AsyncIterator[Json]:
         head, usage = self._head(request, self.part), request.body.get("stream_options", {}).get("include_usage")
@@ -248,8 +251,7 @@ class Completions(Choices):
                     raise Refused(name, f"expected token ids from 0 to {service.vocabulary - 1}, got {odd[0]!r}")
                 ids = one
             else:
-                text(name, one)
-                ids = service.tokens(one, name)
+                ids = service.tokens(text(name, one), name)
             if not ids:
                 raise Refused(name, "has no tokens")
             shown = (one if isinstance(one, str) else service.tokenizer.decode(ids)) if echo else ""
@@ -333,11 +335,9 @@ class Chat(Chats, Choices):
     log_probs = "logprobs", "logprobs: true"
 
     def read(self, body: Json) -> Request:
-        form = body.get("response_format")
-        request = self.chat(body, messages_of(body["messages"]), form, "response_format")
+        request = self.chat(body, messages_of(body["messages"]), body.get("response_format"), "response_format")
         if "prediction" in body:
-            parts = _prediction("prediction", body["prediction"])["content"]
-            written = "".join(part["text"] for part in parts)
+            written = "".join(part["text"] for part in _prediction("prediction", body["prediction"])["content"])
             request.reference = self.service.tokens(written, "prediction", add_special_tokens=False)
         return request
 
@@ -442,8 +442,8 @@ class Items:
         said = {"name": call.name, "arguments": call.arguments}
         item = {"id": name, "call_id": name, "type": "function_call", "status": "completed", **said}
         yield self._item("added", item)
-        index = len(self.output)
-        yield {"type": "response.function_call_arguments.done", "item_id": name, "output_index": index, **said}
+        done = "response.function_call_arguments.done"
+        yield {"type": done, "item_id": name, "output_index": len(self.output), **said}
         yield from self._done(item)
 
     def _done(self, item: Json) -> Iterator[Json]:
@@ -473,8 +473,7 @@ class Responses(Chats):
         if body.get("instructions"):  # which transformers would put in place of the first system message
             items = [{"role": "system", "content": body["instructions"]}, *items]
         messages = ResponseHandler._normalize_input({"input": items})
-        form = body.get("text", {}).get("format")
-        return self.chat(body, messages_of(messages, "input"), form, "text.format")
+        return self.chat(body, messages_of(messages, "input"), body.get("text", {}).get("format"), "text.format")
 
     def whole(self, request: Request) -> Json:
         (call,), items = request.calls, Items(request.id)
@@ -506,13 +505,21 @@ class Responses(Chats):
 
     def _part(self, items: Items, call: Call, piece: Piece) -> Iterator[Json]:
         told = self.log_probs_of(call, piece.entries)
-        return items.part(piece.value, [] if told is None else told["content"])
+        return items.part(piece.value, told["content"] if told else [])
 
     def _response(self, request: Request, status: str, output: list[Json]) -> Json:
-        head = {"id": f"resp_{request.id}", "created_at": request.since, "model": self.service.name}
-        unsaid = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}
-        echo = {name: request.body[name] for name in _ECHOED if name in request.body}
-        return {**head, "object": "response", "status": status, "output": output, **unsaid, **echo}
+        return {
+            "id": f"resp_{request.id}",
+            "created_at": request.since,
+            "model": self.service.name,
+            "object": "response",
+            "status": status,
+            "output": output,
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            **{name: request.body[name] for name in _ECHOED if name in request.body},
+        }
 
     def _over(self, request: Request, output: list[Json]) -> Json:
         """The response of a text that is over: with statistics, and whether it was cut."""
@@ -523,10 +530,6 @@ class Responses(Chats):
             response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
             output[-1]["status"] = "incomplete"
         return {**response, **request.statistics()}
-
-
-def _event(data: Json) -> str:
-    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 def _join(told: Json, part: Json | None) -> Json:

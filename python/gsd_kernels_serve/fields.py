@@ -74,13 +74,14 @@ def _refused(name: str, endpoints: tuple[str, ...], what: str, *default: Any) ->
 _KEPT = "nothing is kept of a request, so there is nothing to come back to"
 _LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
-_BY_GRAMMAR = "JSON by a grammar, which needs the package `xgrammar`"
+_BY_GRAMMAR = "by a grammar, which needs the package `xgrammar`"
 _SAME = "the same text again, whatever else is served"
 _WHO = "who asks is not looked at"
 _NOT_SHORTENED = "no text is shortened"
 _TOLD = "tokens of the answer; 1,024 without it"
 _OWN = "of the model itself, before temperature, penalties, bias and grammar"
 _seed = whole(-(2**63), 2**64 - 1)
+_count = whole(0, 2**31 - 1)
 _length = whole(1, 2**31 - 1)
 _verbosity = one_of("low", "medium", "high")
 
@@ -102,7 +103,7 @@ FIELDS: tuple[Field, ...] = (
         "tool_choice",
         TEMPLATED,
         Any,
-        "`none`, `auto`; `required` or a named function by a grammar, which needs the package `xgrammar`",
+        f"`none`, `auto`; `required` or a named function {_BY_GRAMMAR}",
     ),
     _honoured(
         "chat_template_kwargs",
@@ -142,14 +143,14 @@ FIELDS: tuple[Field, ...] = (
         "response_format",
         (CHAT,),
         Any,
-        _BY_GRAMMAR,
+        f"JSON {_BY_GRAMMAR}",
         most=SCHEMAS,
     ),
     _honoured(
         "text",
         (RESPONSES,),
         optional(format=Any, verbosity=_verbosity),
-        f"`format`: {_BY_GRAMMAR}; `verbosity` is not looked at",
+        f"`format`: JSON {_BY_GRAMMAR}; `verbosity` is not looked at",
         most=SCHEMAS,
     ),
     _honoured(
@@ -162,9 +163,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     # ---- where it ends
     _honoured("max_tokens", (CHAT,), _length, _TOLD),
-    _honoured(
-        "max_tokens", (COMPLETIONS,), whole(0, 2**31 - 1), "tokens of the answer; 1,024 without it; 0 with `echo` alone"
-    ),
+    _honoured("max_tokens", (COMPLETIONS,), _count, f"{_TOLD}; 0 with `echo` alone"),
     _honoured("max_completion_tokens", (CHAT,), _length, _TOLD),
     _honoured("max_output_tokens", (RESPONSES,), _length, _TOLD),
     _honoured("stop", BOTH, STOPS, "up to 16 strings; the text ends with the one that was found"),
@@ -231,7 +230,6 @@ FIELDS: tuple[Field, ...] = (
     ),
 )
 
-_count = whole(0, 2**31 - 1)
 _ids = one_or_more(_count)
 
 _ARGUMENTS: tuple[tuple[Any, str], ...] = (

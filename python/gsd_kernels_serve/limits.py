@@ -106,7 +106,7 @@ def origins_of(given: list[str] | None) -> list[str]:
 
 def is_loopback(host: str) -> bool:
     """Return whether this machine alone reaches the address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host in LOOPBACK or host.startswith("127.")
 
 
 def check_installed() -> None:

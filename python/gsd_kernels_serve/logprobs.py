@@ -47,9 +47,8 @@ class Recorder:
     def __call__(self, verified: Verified) -> None:
         rows = verified.accepted.accepted_rows[0].long()  # [P], −1 beyond the path
         rows = rows[rows >= 0].to(verified.logits.device)
-        log_probs = torch.log_softmax(verified.logits[0, rows].float(), -1)  # [P, V]
-        picked = verified.tokens[0, : len(rows)].long().to(log_probs.device)  # [P]
-        self.step = entries_of(log_probs, picked, self.top)
+        picked = verified.tokens[0, : len(rows)].long()  # [P]
+        self.step = entries_of(verified.logits[0, rows], picked, self.top)
 
     def take(self, token: int) -> Entry:
         """The entry of the next token of the step."""
@@ -79,20 +78,21 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
         ask: called before every piece.
     """
     entries, kept, alone = [Entry(int(input_ids[0, 0]))], {}, logits_alone(model)
+    cache = cache_argument(model)
     most = input_ids.shape[1] if longropes_of(model) else PIECE_TOKENS  # by whose length transformers turns all of it
     for begin in range(0, input_ids.shape[1] - 1, most):
         ask()
         picked = input_ids[0, begin + 1 : begin + 1 + most]  # [n], behind the tokens of this piece
         output = model(input_ids=input_ids[:, begin : begin + len(picked)], use_cache=True, **kept, **alone)
-        kept = {cache_argument(model): getattr(output, cache_argument(model))}
-        log_probs = torch.log_softmax(output.logits[0].float(), -1)  # [n, V]
-        entries += entries_of(log_probs, picked.to(log_probs.device), top)
+        kept = {cache: getattr(output, cache)}
+        entries += entries_of(output.logits[0], picked, top)
     return entries
 
 
-def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
-    """The entries of tokens [n] by log-probabilities [n, V]."""
-    own = log_probs.gather(1, picked[:, None])[:, 0].clamp(min=LEAST).tolist()
+def entries_of(logits: Tensor, picked: Tensor, top: int) -> list[Entry]:
+    """The entries of tokens [n] by the logits [n, V] that they were picked from."""
+    log_probs = torch.log_softmax(logits.float(), -1)  # [n, V]
+    own = log_probs.gather(1, picked.to(log_probs.device)[:, None])[:, 0].clamp(min=LEAST).tolist()
     best, tokens = log_probs.topk(min(top, log_probs.shape[1]), -1)  # [n, top]
     pairs = zip(tokens.tolist(), best.clamp(min=LEAST).tolist(), strict=True)
     tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
@@ -148,13 +148,14 @@ class Pieces:
         """``logprobs`` of a choice of ``/v1/completions``; ``place``, of the first one, goes on behind them."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            columns["tokens"].append(self.one(entry.token)["token"])
+            own = self.one(entry.token)
+            columns["tokens"].append(own["token"])
             columns["token_logprobs"].append(entry.log_prob)
             known = [(entry.token, entry.log_prob), *entry.top]
             tops = {self.one(token)["token"]: log_prob for token, log_prob in known if entry.top}
             columns["top_logprobs"].append(None if entry.log_prob is None else tops)
             columns["text_offset"].append(place.characters)
-            place.pass_by(bytes(self.one(entry.token)["bytes"]))
+            place.pass_by(bytes(own["bytes"]))
         return columns
 
 

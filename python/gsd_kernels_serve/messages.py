@@ -67,6 +67,7 @@ class Part(Told):
     cache_control: Any = None
 
 
+Arguments = Annotated[Any, BeforeValidator(_arguments)]
 Content = Annotated[list[Part], BeforeValidator(_parts)]
 
 
@@ -79,7 +80,7 @@ class Named(Object):
 class Called(Named):
     """A function that is called, and with what."""
 
-    arguments: Annotated[Any, BeforeValidator(_arguments)] = None
+    arguments: Arguments = None
 
 
 class Call(Told):
@@ -111,7 +112,7 @@ class CallItem(Told):
 
     call_id: Any
     name: StrictStr
-    arguments: Annotated[Any, BeforeValidator(_arguments)]
+    arguments: Arguments
 
 
 class OutputItem(Told):
@@ -198,8 +199,10 @@ def template_arguments(body: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
     given = [(f"chat_template_kwargs.{name}", name, value) for name, value in kwargs.items() if value is not None]
     if taken := [place for place, name, _ in given if name in _TAKEN]:
         raise Refused(taken[0], "no variable that is the request's to set; leave it out")
-    given.append(("reasoning_effort", "reasoning_effort", body.get("reasoning_effort")))
-    given.append(("reasoning.effort", "reasoning_effort", body.get("reasoning", {}).get("effort") or None))
+    given += [
+        ("reasoning_effort", "reasoning_effort", body.get("reasoning_effort")),
+        ("reasoning.effort", "reasoning_effort", body.get("reasoning", {}).get("effort") or None),
+    ]
     values = {}
     for place, name, value in given:
         if value is not None:
@@ -309,8 +312,9 @@ def chosen(body: Json, tokenizer: PreTrainedTokenizerBase) -> Offered:
         raise wrong("tool_choice", "none, auto, required or a named function", choice)
     offered.forced = "" if choice == "required" else _choice("tool_choice", choice)["function"]["name"]
     if not names or (offered.forced and offered.forced not in names):
-        known = ", ".join(names) or "none"
-        raise Refused("tool_choice", f"tools has no {offered.forced or 'function'}; it has {known}")
+        raise Refused(
+            "tool_choice", f"tools has no {offered.forced or 'function'}; it has {', '.join(names) or 'none'}"
+        )
     for i, function in enumerate(offered.functions):
         check_schema(function.get("parameters", {}), f"tools[{i}].function.parameters")
     return offered
@@ -389,18 +393,17 @@ class Function(Named):
     strict: StrictBool = False
 
 
-class Tool(Object):
-    """A tool of a request."""
-
-    type: one_of("function")
-    function: Function
-
-
 class Choice(Object):
     """The function that is to be called."""
 
     type: one_of("function")
     function: Named
+
+
+class Tool(Choice):
+    """A tool of a request."""
+
+    function: Function
 
 
 _tools = reader(list[Annotated[Tool, BeforeValidator(_nested)]])

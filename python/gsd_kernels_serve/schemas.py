@@ -291,8 +291,9 @@ class Grammars:
     def _compiler(self, ends: tuple[int, ...]) -> Any:
         import xgrammar
 
-        read = xgrammar.TokenizerInfo.from_huggingface
-        info = read(self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends))
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends)
+        )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
 

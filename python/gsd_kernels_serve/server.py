@@ -125,9 +125,10 @@ class Door:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            size += len(message.get("body", b""))
+            part = message.get("body", b"")
+            size += len(part)
             if size <= self.limits.body:
-                body += message.get("body", b"")
+                body += part
             else:
                 body.clear()
             more = message.get("more_body", False)
@@ -139,35 +140,6 @@ class Door:
 async def _refused(_: Request, error: Exception) -> Response:
     """Leave an error to the door."""
     raise error
-
-
-def _add_models(app: FastAPI, name: str) -> None:
-    """Routes that tell of the model: as OpenAI's, and as ``transformers chat`` has it loaded."""
-    entry: Json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gsd-kernels"}
-    entry["status"] = {"value": "loaded"}
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
-    async def models() -> Json:
-        return {"object": "list", "data": [entry]}
-
-    @app.get("/v1/models/{asked:path}")
-    async def model(asked: str) -> Json:
-        if asked != name:
-            raise NoModelError("model", f"there is no {asked!r}; {name!r} is served")
-        return entry
-
-    @app.post("/load_model")
-    async def load_model(body: Json) -> Response:
-        text("model", body.get("model"))
-        asked, own = map(ModelManager.process_model_name, (body["model"], name))
-        status: Json = {"status": "ready", "model": own, "cached": True}
-        if asked != own:
-            status = {"status": "error", "model": asked, "message": f"only {name} is served"}
-        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
 
 
 def make_app(
@@ -200,7 +172,34 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=own)
     for endpoint in (Chat(service), Completions(service), Responses(service)):
         app.post(endpoint.endpoint)(endpoint.handle_request)
-    _add_models(app, name)
+
+    # The model: as OpenAI tells of one, and as ``transformers chat`` has it loaded.
+    entry: Json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "gsd-kernels"}
+    entry["status"] = {"value": "loaded"}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.api_route("/v1/models", methods=["GET", "OPTIONS"])
+    async def models() -> Json:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> Json:
+        if asked != name:
+            raise NoModelError("model", f"there is no {asked!r}; {name!r} is served")
+        return entry
+
+    @app.post("/load_model")
+    async def load_model(body: Json) -> Response:
+        text("model", body.get("model"))
+        asked, own = map(ModelManager.process_model_name, (body["model"], name))
+        status: Json = {"status": "ready", "model": own, "cached": True}
+        if asked != own:
+            status = {"status": "error", "model": asked, "message": f"only {name} is served"}
+        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
+
     app.add_middleware(Door, limits=service.limits, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])

@@ -84,8 +84,9 @@ class Service:
             Refused: even of the longest tokens there are; named ``field``.
         """
         if len(text) > min(self.most * self.longest, self.limits.body):
-            bound = f"this server reads {self.most} tokens (--max-prompt): shorten it"
-            raise Refused(field, f"{len(text)} characters; {bound}")
+            raise Refused(
+                field, f"{len(text)} characters; this server reads {self.most} tokens (--max-prompt): shorten it"
+            )
         return list(self.tokenizer(text, **options)["input_ids"])
 
 
