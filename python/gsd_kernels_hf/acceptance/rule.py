@@ -17,6 +17,8 @@ from ..records import At, DecodeState, Unverified
 from .criteria import ExactMatch
 from .sampling import SamplingPlan, processed
 
+UNUSABLE = "logits: NaN, or while sampling an infinite score or none that is finite"
+
 
 class OnDevice:
     """The rule where end-of-text tokens and lengths alone end a sequence.
@@ -264,8 +266,8 @@ class OnHost:
         culprits = [name for name, scores in after if self._unusable(scores)]
         if culprits and not self._unusable(logits):
             raise ValueError(
-                f"logits: NaN, or while sampling an infinite score or none that is finite, in sequence {b} after the "
-                f"logits_processor {culprits[0]}; mend it, or pass remove_invalid_values=True"
+                f"{UNUSABLE}, in sequence {b} after the logits_processor {culprits[0]}; mend it, or pass "
+                "remove_invalid_values=True"
             )
         check_pick(-1)
 
@@ -329,8 +331,8 @@ def check_pick(token: int) -> None:
     """Raise for the mark of scores from which nothing can be picked."""
     if token < 0:
         raise NothingToPick(
-            "logits: NaN, or while sampling an infinite score or none that is finite, from the target or a "
-            "logits_processor; check the weights, their dtype and the processors, or pass remove_invalid_values=True"
+            f"{UNUSABLE}, from the target or a logits_processor; check the weights, their dtype and the processors, or "
+            "pass remove_invalid_values=True"
         )
 
 

@@ -25,7 +25,6 @@ FUSED = {
     MinPLogitsWarper: ("min_p", float),
 }
 """Warpers in the order in which they are fused, by the name and type of what they warp by."""
-ORDER = tuple(FUSED)
 
 # transformers' own that keep nothing from call to call and look at no other sequence; PLACED have something of every
 # sequence, by its place in the batch.
@@ -109,9 +108,9 @@ def _fused_rank(processor: LogitsProcessor) -> int:
     plain = (
         type(processor) in FUSED
         and getattr(processor, "min_tokens_to_keep", 1) == 1
-        and getattr(processor, "filter_value", float("-inf")) == float("-inf")
+        and getattr(processor, "filter_value", -math.inf) == -math.inf
     )
-    return ORDER.index(type(processor)) if plain else len(FUSED)
+    return list(FUSED).index(type(processor)) if plain else len(FUSED)
 
 
 def draw_seed(seed: int | None) -> int:

@@ -95,20 +95,20 @@ class GraphDecoder(Options):
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)
         request.seed = ranks.start(request.seed, request.agreed())
-        engines = self.engines if self.engines is not None else engines_of(request.model)
+        engines, alone = self.engines or engines_of(request.model), ranks.alone
         engine = engines.of(request.sources)
-        statistics = engine.statistics[request.plan.temperature > 0] if ranks.alone else Statistics()
-        automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
+        statistics = engine.statistics[request.plan.temperature > 0] if alone else Statistics()
+        automatic = self.automatic and alone and not torch.are_deterministic_algorithms_enabled()
         given = request.sources.used(automatic=automatic, grammar=request.drafts_by_grammar)
         sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if reaches(source, request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
-        session, current = engine.session(request, policy, sources, alone=ranks.alone)
+        session, current = engine.session(request, policy, sources, alone=alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
-            memory = engines.memory if ranks.alone and self.reuse_history else None
-            learns = ranks.alone and self.learned and any(map(remembers, sources))
+            memory = engines.memory if alone and self.reuse_history else None
+            learns = alone and self.learned and any(map(remembers, sources))
             learned = learned_of(request.facts) if learns else None
             reuse = current and self.reuse_prefix
             with session.abandoned_on_error():
@@ -122,12 +122,12 @@ class GraphDecoder(Options):
                 try:
                     decode(session, policy, ranks, out)
                 except NothingToPick as error:
-                    if ranks.alone and (why := out.why_not_finite()) is not None:
+                    if alone and (why := out.why_not_finite()) is not None:
                         raise ValueError(f"logits: NaN, since {why}; check the weights and their dtype") from error
                     raise
                 estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
                 result = out.result()
-        if ranks.alone:
+        if alone:
             engine.release(session, statistics, steps=out.stats.steps, automatic=automatic)
         self._threads.stats = self._last = out.stats
         return result

@@ -79,15 +79,12 @@ class Parked:
 
     def resume(self) -> Session | None:
         """The session, as it was; ``None`` where one of its objects is gone. Once."""
-        alive = [ref() for ref in self.refs]  # held until it is back in its places
+        alive = {id(ref): ref() for ref in self.refs}  # held until it is back in its places
         session, self.session = self.session, None
-        if session is None or any(one is None for one in alive):
+        if session is None or any(one is None for one in alive.values()):
             return None
-        held = {id(ref): ref for ref in self.refs}
         for variables, name in self._places:
-            variables[name] = _exchanged(
-                variables[name], lambda value: held[id(value)]() if id(value) in held else value
-            )
+            variables[name] = _exchanged(variables[name], lambda value: alive.get(id(value), value))
         return session
 
 
@@ -136,8 +133,7 @@ class Engine:
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Return whether the engine was made for these sources' objects and this criterion."""
-        mine = [part() for part in self.parts]
-        same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
+        same = len(self.parts) == len(parts) and all(a() is b for a, b in zip(self.parts, parts, strict=True))
         return same and self.criterion == criterion
 
     def session(
@@ -190,17 +186,15 @@ class Engine:
             steps: that it took.
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
-        learned = copy.deepcopy(session.mixer.weights)
-        statistics.weights = {**statistics.weights, **learned}
+        statistics.weights = {**statistics.weights, **copy.deepcopy(session.mixer.weights)}
         if automatic:
             statistics.retention.observe(session.mixer.every, statistics.weights, steps)
         if self not in self.engines:  # any more: another thread may forget it
             session.memory = None  # what was forgotten meanwhile stays so
         request = session.request
-        parts = [part() for part in self.parts]
-        objects = [one for one in (*request.models.values(), request.sources.drafter, *parts) if one is not None]
+        held = (*request.models.values(), request.sources.drafter, *(part() for part in self.parts))
         session.end()
-        self.engines.add(self, session, objects)
+        self.engines.add(self, session, [one for one in held if one is not None])
 
 
 class Engines:

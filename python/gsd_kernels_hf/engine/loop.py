@@ -13,10 +13,9 @@ from ..sources.base import reaches
 from .capture import Launched, stepping
 from .output import Output
 from .session import Session, warm
-from .stats import GenerationStats
 
 
-def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
+def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> None:
     """Decode until every sequence is done: plan → step → emit → check → observe.
 
     On a GPU the next step may be planned and queued before a step is emitted, see :mod:`.capture`.
@@ -26,9 +25,6 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
         policy: chooses the shape of every step.
         ranks: of a sharded target, or one process.
         out: gets the tokens; says when all is done.
-
-    Returns:
-        Statistics, complete once ``out.result()`` was asked for.
     """
     step, flies = stepping(session, ranks), may_fly(session, out, alone=ranks.alone)
     queued: Launched | None = None  # that the host has not heard of
@@ -53,7 +49,6 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
         if queued is not None and queued.sent is not None:  # in vain
             queued.sent[2].synchronize()
     policy.end()
-    return out.stats
 
 
 def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, learns: bool = True) -> None:

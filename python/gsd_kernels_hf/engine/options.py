@@ -150,8 +150,12 @@ class Options:
         self.named = () if plain else self._names()
         self.automatic = shape in (None, AUTO) and bool(self.named)
         self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
-        others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
-        others["assistant_model"] = self.drafts[1:] or None
+        others = {
+            "draft_heads": self.draft_heads,
+            "drafter": self.drafter,
+            "reference_ids": self.reference_ids,
+            "assistant_model": self.drafts[1:] or None,
+        }
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
         if self.criterion in DRAWN:
             check_probabilities(self.translations, self.criterion)

@@ -143,8 +143,8 @@ class Session:
         weights: Mapping[str, SourceWeights],
         *,
         reuse_prefix: bool,
-        memory: HistoryMemory | None = None,
-        learned: Known | None = None,
+        memory: HistoryMemory | None,
+        learned: Known | None,
     ) -> None:
         """Start a batch of texts: read what the caches do not hold of the prompt.
 
@@ -203,8 +203,6 @@ class Session:
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` cache positions, between steps; what was captured is captured anew."""
-        if capacity <= self.capacity:
-            return
         self.capacity = capacity
         hold(self.state.tokens)
         self.state.grow(capacity + self.key.width)
@@ -471,14 +469,15 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
             config=shape,
             backend=backend,
         ).node_ids
-    rows = flatten(graph, shape.max_rows, int(shape.max_path or 0), backend=backend)
+    max_path = int(shape.max_path or 0)
+    rows = flatten(graph, shape.max_rows, max_path, backend=backend)
     accepted = verify(
         rows,
         torch.zeros_like(rows.token_ids),
         eos_ids=session.eos_ids,
         remaining=torch.zeros_like(session.state.remaining),
         done=torch.ones_like(session.state.done),  # nothing is accepted
-        max_path=int(shape.max_path or 0),
+        max_path=max_path,
         backend=backend,
     )
     session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)

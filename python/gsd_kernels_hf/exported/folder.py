@@ -199,8 +199,9 @@ def load_options(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
         arguments["assistant_model"] = draft.to(properties.device_of(target)).eval()
     if "assistant_tokenizer" in values:
         arguments["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        draft_tokenizer = AutoTokenizer.from_pretrained(folder / values["assistant_tokenizer"], trust_remote_code=True)
-        arguments["assistant_tokenizer"] = draft_tokenizer
+        arguments["assistant_tokenizer"] = AutoTokenizer.from_pretrained(
+            folder / values["assistant_tokenizer"], trust_remote_code=True
+        )
     if "corpus" in values:
         named = [source for name, source in SOURCES.items() if name in values]
         arguments["draft_sources"] = (*named, "history", Corpus(folder / values["corpus"]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
-from functools import partial
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.utils import logging
 from .entries import TensorEntry
 from .fields import FREQUENCIES, PACKED, check_foreign, empty_model, end_by
 from .header import Header, require
-from .pack import refuse_to_save
+from .pack import forbid_saving
 
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads such a file with."""
@@ -42,14 +41,18 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
         dense["config"] = empty_model(header).config
     else:
         check_foreign(header)
-    _check_single(header)
+    if len({tensor.path for tensor in header.tensors.values()} | {header.path}) > 1:
+        count = header.fields["split.count"]
+        raise ValueError(
+            f"path: {file} is part 1 of {count} (split.count is {count}), and transformers reads one file; "
+            "merge the parts by llama-gguf-split --merge"
+        )
     if hasattr(transformers, "GgufConfig"):  # from 5.24 on weights may stay in their blocks
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = _loaded(header, dtype=dtype, output_loading_info=True, **dense)
     end_by(model, header)
     if header.architecture in PACKED and divide_frequencies(model, header):
-        why = f"no config says what divides the frequencies of {file}; copy that file instead"
-        model.save_pretrained = partial(refuse_to_save, why)
+        forbid_saving(model, f"no config says what divides the frequencies of {file}; copy that file instead")
     # Dense as it is, it still says that it is quantised, and could not be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -138,16 +141,6 @@ def _some(names: list[Any]) -> str:
     return f"{', '.join(map(str, names[:3]))}{f' and {len(names) - 3} more' if names[3:] else ''}"
 
 
-def _check_single(header: Header) -> None:
-    """Refuse a model in several files, of which transformers reads one."""
-    if len({tensor.path for tensor in header.tensors.values()} | {header.path}) > 1:
-        count = header.fields["split.count"]
-        raise ValueError(
-            f"path: {header.path} is part 1 of {count} (split.count is {count}), and transformers reads one file; "
-            "merge the parts by llama-gguf-split --merge"
-        )
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' remarks and bars: they are about packed weights and stages that take no time."""
@@ -155,8 +148,8 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with ExitStack() as stack:  # the bar of dequantising asks nobody whether it is wanted
-            stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        # The bar of dequantising asks nobody whether it is wanted.
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
             yield
     finally:
         logging.set_verbosity(before)

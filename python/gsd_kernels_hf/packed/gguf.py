@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from .dense import FLOATS, copied, divide_frequencies, load_model
 from .fields import PACKED, PERMUTED, empty_model, file_names
 from .header import Header
 from .modules import PackedEmbedding, PackedLinear
-from .pack import refuse_to_save
+from .pack import forbid_saving
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -57,8 +56,7 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         return load_model(path, dtype)
     model = empty_model(header, dtype)
     _Filling(header, model, dtype).fill()
-    why = f"the weights of this model stay packed in {path}; copy that file instead"
-    model.save_pretrained = partial(refuse_to_save, why)
+    forbid_saving(model, f"the weights of this model stay packed in {path}; copy that file instead")
     return model.eval()
 
 
@@ -85,9 +83,9 @@ class _Filling:
             else:
                 for own, _ in list(module.named_parameters(recurse=False)):
                     setattr(module, own, self._vector(f"{name}.{own}"))
-        rotary = self.model.model.rotary_emb
+        decoder = self.model.model
         with torch.device("cpu"):
-            self.model.model.rotary_emb = type(rotary)(config=self.model.config)
+            decoder.rotary_emb = type(decoder.rotary_emb)(config=self.model.config)
         divide_frequencies(self.model, self.header)
 
     def _matrix_module(self, name: str, module: nn.Linear | nn.Embedding) -> nn.Module:

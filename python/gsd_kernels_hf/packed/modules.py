@@ -164,13 +164,11 @@ def as_packed(module: nn.Module) -> Packed | None:
     if isinstance(module, Packed):
         return module
     stored = _readable(module)
-    if stored is None:
-        return None
-    return linear_over(module, _read(module, stored), stored.dtype)
+    return None if stored is None else linear_over(module, _read(module, stored), stored.dtype)
 
 
 def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
-    """A linear layer over the matrix that stands for a library's ``module``, with that one's bias."""
+    """A linear layer over the matrix that stands for ``module``, with that one's bias."""
     bias = getattr(module, "bias", None)
     return PackedLinear(matrix, dtype, None if bias is None else bias.detach())
 

@@ -14,7 +14,7 @@ from gsd_kernels.ops.packed import PACKERS, PackedMatrix, pack_matrix
 from gsd_kernels.ops.packed.api import FLOATS
 
 from .adapters import compressed_tensors, stored_in
-from .modules import Packed, PackedEmbedding, PackedLinear, linear_over
+from .modules import Packed, PackedEmbedding, linear_over
 
 
 @torch.no_grad()
@@ -108,16 +108,16 @@ def replace(model: PreTrainedModel, modules: Mapping[str, Packed]) -> PreTrained
         model.set_submodule(name, module)
     if modules and not any(parameter.is_floating_point() for parameter in model.parameters()):
         next(iter(modules.values())).stand_in()
-    why = "packed weights have no checkpoint format here; save the model before it is so"
-    model.save_pretrained = partial(refuse_to_save, why)
+    forbid_saving(model, "packed weights have no checkpoint format here; save the model before it is so")
     return model.eval()
 
 
 def _check(name: str, module: nn.Linear | nn.Embedding) -> None:
     """Raise for a matrix that cannot be packed."""
     weight: Tensor = module.weight
-    if type(module) not in (nn.Linear, nn.Embedding) or type(weight) is not nn.Parameter:
-        kind = type(module) if type(module) not in (nn.Linear, nn.Embedding) else type(weight)
+    plain = type(module) in (nn.Linear, nn.Embedding)
+    if not plain or type(weight) is not nn.Parameter:
+        kind = type(weight) if plain else type(module)
         raise ValueError(f"model: {name} is no plain layer of PyTorch with dense weights but {kind.__qualname__}")
     if weight.dtype not in FLOATS or weight.device.type != "cpu":
         raise ValueError(
@@ -132,7 +132,12 @@ def _check(name: str, module: nn.Linear | nn.Embedding) -> None:
 def _packed(module: nn.Linear | nn.Embedding, matrix: PackedMatrix) -> Packed:
     if isinstance(module, nn.Embedding):
         return PackedEmbedding(matrix, module.weight.dtype, module.padding_idx)
-    return PackedLinear(matrix, module.weight.dtype, None if module.bias is None else module.bias.detach())
+    return linear_over(module, matrix, module.weight.dtype)
+
+
+def forbid_saving(model: PreTrainedModel, why: str) -> None:
+    """Have ``save_pretrained`` raise, and say why."""
+    model.save_pretrained = partial(refuse_to_save, why)
 
 
 def refuse_to_save(why: str, *args: Any, **kwargs: Any) -> NoReturn:

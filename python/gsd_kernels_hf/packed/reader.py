@@ -66,12 +66,11 @@ class Reader(GGUFReader):  # type: ignore[misc]
             weights, size = GGML_QUANT_SIZES[kind]
             if not shape or min(shape) < 1 or shape[-1] % weights:
                 raise ValueError(f"{field.name} is {list(shape)} of {kind.name}; expected rows of blocks of {weights}")
-            nbytes = math.prod(shape) // weights * size
-            if offset != end or start_offs + end + nbytes > len(self.data):
+            nbytes, place = math.prod(shape) // weights * size, start_offs + end
+            if offset != end or place + nbytes > len(self.data):
                 raise ValueError(
                     f"{field.name} has {nbytes} bytes from {offset} on; expected them from {end} on, within the file"
                 )
-            place = start_offs + end
             self.entries.append(TensorEntry(field.name, shape, kind.name.lower(), self.path, place, nbytes))
             end += -(-nbytes // self.alignment) * self.alignment
         if len({entry.name for entry in self.entries}) < len(fields):

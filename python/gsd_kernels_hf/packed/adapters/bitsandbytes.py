@@ -78,8 +78,8 @@ def _int8(module: Any, weight: Any) -> LibraryWeights:
         return unread(name, "has weights that are quantised at every forward", *tensors)
     if codes is None or most is None:
         return unread(name, "is not quantised yet", *tensors)
-    if threshold_of(module) > 0:
-        problem = f"takes columns with a value beyond {threshold_of(module):g} out of the product of all rows"
+    if (threshold := threshold_of(module)) > 0:
+        problem = f"takes columns with a value beyond {threshold:g} out of the product of all rows"
         return unread(name, problem, *tensors)
     if module.training:
         return unread(name, "is in training mode, in which bitsandbytes multiplies floats", *tensors)
@@ -90,8 +90,7 @@ def _int8(module: Any, weight: Any) -> LibraryWeights:
         data = codes.detach().contiguous()
         return PackedMatrix(BY_NAME["int8_vectorwise"], data, codes.shape[1], scales_of_rows(most, codes.shape[0]))
 
-    kept = (codes, most)
-    return LibraryWeights(name, kept, codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
+    return LibraryWeights(name, (codes, most), codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
 
 
 def scales_of(state: Any) -> Tensor:

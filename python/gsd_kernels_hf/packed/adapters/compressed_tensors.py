@@ -17,7 +17,8 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
 from .base import BY_BITS, LibraryWeights, scales_of_rows, unread
 
-FORMAT = "pack-quantized"
+WORDS = ("pack-quantized",)
+"""Formats whose weights lie in words of 32 bits."""
 BYTES = ("int-quantized", "naive-quantized")
 """Formats whose weights of eight bits are bytes."""
 
@@ -30,10 +31,13 @@ def stored(module: nn.Module) -> LibraryWeights | None:
     if not isinstance(module, nn.Linear) or codes is None or not (packed or (scheme and codes.dtype == torch.int8)):
         return None
     scale, zero = own.get("weight_scale"), own.get("weight_zero_point")
-    name, tensors = f"{_format(scheme)} of compressed-tensors", tuple(t for t in (codes, scale, zero) if t is not None)
+    form = _word(getattr(scheme, "format", None))
+    name, tensors = f"{form} of compressed-tensors", tuple(t for t in (codes, scale, zero) if t is not None)
     weights, rows = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
     if weights is None or scale is None:
         return unread(name, "has no scales", *tensors)
+    if form not in (WORDS if packed else BYTES):
+        return unread(name, f"is compressed as {form}", *tensors)
     problem = _problem(module, scheme, scale, zero) if packed else _problem_of_bytes(module, scheme, zero)
     if problem is not None:
         return unread(name, problem, *tensors)
@@ -56,8 +60,6 @@ def stored(module: nn.Module) -> LibraryWeights | None:
 
 def _problem_of_bytes(module: Any, scheme: Any, zero: Tensor | None) -> str | None:
     """Why weights that are bytes are not read; activations of eight bits may go with them."""
-    if _format(scheme) not in BYTES:
-        return f"is compressed as {_format(scheme)}"
     if _word(scheme.weights.strategy) not in ("tensor", "channel"):
         return f"has scales by {_word(scheme.weights.strategy)}"
     if not scheme.weights.symmetric or zero is not None:
@@ -81,10 +83,6 @@ def _word(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _format(scheme: Any) -> str:
-    return _word(getattr(scheme, "format", None))
-
-
 def release(model: nn.Module) -> None:
     """Nothing is left to be made dense at the model's first forward."""
     hook: Any = vars(model).pop("ct_decompress_hook", None)
@@ -100,8 +98,6 @@ def _groups(scale: Tensor) -> int:
 def _problem(module: Any, scheme: Any, scale: Tensor, zero: Tensor | None) -> str | None:
     """Why weights in words of 32 bits are not read."""
     bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
-    if _format(scheme) != FORMAT:
-        return f"is compressed as {_format(scheme)}"
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "quantises its activations"
     if bits not in BY_BITS:

@@ -33,8 +33,7 @@ def stored(module: Any) -> LibraryWeights | None:
     shape, dtype = torch.Size((module.out_features, module.in_features)), module.scales.dtype
 
     def read() -> PackedMatrix:
-        numbers = numbers_of(module)
-        if numbers is not None:
+        if (numbers := numbers_of(module)) is not None:
             return int4pack.matrix(module.qweight, numbers, shape[1])
         return READERS[type(module).__name__](module)
 

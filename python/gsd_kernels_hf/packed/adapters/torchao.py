@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ def dynamic(weight: Any) -> LibraryWeights | str:
         return PackedMatrix(BY_NAME["int8_dynamic"], weight.qdata.contiguous(), inputs, scales)
 
     name = f"{type(weight).__name__}, activations of eight bits, of torchao"
-    tensors = (weight.qdata, weight.scale)
-    return LibraryWeights(name, tensors, weight.qdata.shape, weight.dtype, read, rounds_rows=True)
+    return LibraryWeights(name, (weight.qdata, weight.scale), weight.qdata.shape, weight.dtype, read, rounds_rows=True)
 
 
 def intx(weight: Any) -> LibraryWeights | str:
@@ -84,8 +84,8 @@ def bytes_of(weight: Any) -> LibraryWeights | str:
         pairs = torch.stack([by_group(weight.scale), by_group(zero) + 128], -1)
         return PackedMatrix(BY_NAME["uint8"], (codes.int() + 128).to(torch.uint8), inputs, pairs)
 
-    tensors = [t for t in (weight.qdata, weight.scale, zero) if t is not None]
-    return LibraryWeights(name_of(weight), tuple(tensors), weight.qdata.shape, weight.dtype, read)
+    tensors = tuple(t for t in (weight.qdata, weight.scale, zero) if t is not None)
+    return LibraryWeights(name_of(weight), tensors, weight.qdata.shape, weight.dtype, read)
 
 
 def int4(weight: Any) -> LibraryWeights | str:
@@ -97,13 +97,9 @@ def int4(weight: Any) -> LibraryWeights | str:
     shape, packed, numbers = weight.shape, weight.qdata, weight.scale_and_zero
     if packed.shape[0] != shape[0]:
         return f"has {packed.shape[0]} rows of codes for {shape[0]} outputs"
-    problem = int4pack.problem(packed, numbers)
-    if problem is not None:
+    if (problem := int4pack.problem(packed, numbers)) is not None:
         return problem
-
-    def read() -> PackedMatrix:
-        return int4pack.matrix(packed, numbers, shape[1])
-
+    read = partial(int4pack.matrix, packed, numbers, shape[1])
     return LibraryWeights(name_of(weight), (packed, numbers), shape, weight.dtype, read)
 
 
