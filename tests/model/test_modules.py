@@ -38,12 +38,13 @@ def contents(cache: GraphCache) -> list[torch.Tensor]:
 
 
 def test_layers_are_views_of_one_block_and_stay_so_when_it_grows():
-    stacked, apart = filled(stacked=True), filled(stacked=False)
+    stacked, apart, kept = filled(stacked=True), filled(stacked=False), contents(filled(stacked=False))
     for capacity in (12, 40):
         for cache in (stacked, apart):
             if capacity > 12:
                 cache.grow(capacity)
         assert all(torch.equal(a, b) for a, b in zip(contents(stacked), contents(apart), strict=True))
+        assert all(torch.equal(a[:, :, :5], b[:, :, :5]) for a, b in zip(contents(apart), kept, strict=True))
         assert all(t.shape == (2, 4, capacity, 6) and t.is_contiguous() for t in contents(stacked))
         places = torch.tensor([t.data_ptr() for t in contents(stacked)]).view(3, 2)
         assert bool((places.diff(dim=0) == places[1] - places[0]).all()), "evenly spaced"

@@ -80,7 +80,7 @@ MUTANTS = [Mutant(*row) for row in (
     (DECODER, "if alone and self.reuse_history else None", "if ranks.alone else None", "history's privacy: a call that asked for none leaves its text to later ones", T_MEMORY),
     (HISTORY, "if memory is not None and memory.era is self.era:", "if memory is not None:", "history's privacy: what was cleared during a call comes back", T_MEMORY),
     (HISTORY, "not text.continues or era is not self.era:", "not text.continues:", "history's privacy: a session goes on with what was cleared", T_MEMORY),
-    (MEMORY, "each(rows[0], Tensor.clone)", "rows[0]", "history: what is kept is the call's own table", T_MEMORY),
+    (MEMORY, "each(first, Tensor.clone)", "first", "history: what is kept is the call's own table", T_MEMORY),
     (GRAMMAR, 'return [one.fork() if hasattr(one, "fork") else one.deep_copy() for one in found]', "return list(found)", "grammar: drafts move the processor's own matcher", T_GRAMMAR),
     (GRAMMAR, "        walk.back(steps)\n        return text, probs, ends", "        return text, probs, ends", "grammar: a walk does not come back", T_GRAMMAR),
     (GRAMMAR, "self.before[b] = (self.before[b] + self._spelled(new))[-256:]", "self.before[0] = (self.before[b] + self._spelled(new))[-256:]", "batch borders: a grammar's text is written to the first sequence", T_GRAMMAR),
