@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .sources.corpus import Corpus
     from .sources.dflash import DFlash
     from .sources.feature_drafter import Eagle3
-    from .sources.gemma_assistant import Gemma4Assistant
-    from .sources.heads import DraftHeads
+    from .sources.heads import DraftHeads, Gemma4Assistant
     from .sources.layer_skip import LayerSkip
     from .sources.mtp import Mtp
 
@@ -34,7 +33,7 @@ _HOMES = {
     "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
     "Eagle3": "sources.feature_drafter",
-    "Gemma4Assistant": "sources.gemma_assistant",
+    "Gemma4Assistant": "sources.heads",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",

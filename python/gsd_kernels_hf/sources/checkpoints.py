@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
@@ -86,7 +87,7 @@ def fetch(
         raise BadCheckpoint(str(error)) from None
     if Path(place).is_dir():
         return Path(place)
-    asked = (str(place), tuple(wanted), revision)
+    asked = (place, tuple(wanted), revision)
     if (known := _snapshots.get(asked)) and known.is_dir():
         return known
     try:
@@ -95,9 +96,7 @@ def fetch(
         )
     except (HFValidationError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadCheckpoint(
-            f"{what}: {where} is no folder here and could not be fetched from the hub: {first}"
-        ) from error
+        raise bad(f"{where} is no folder here and could not be fetched from the hub: {first}", what) from error
     if download:  # else it may be a part of what is there
         _snapshots[asked] = found
     return found
@@ -121,9 +120,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Place(NamedTuple):
-    """The place of a tensor: its file, its name there, and its shape."""
+    """The place of a tensor: its file, which is open, its name there, and its shape."""
 
-    path: Path
+    file: Any
     name: str
     shape: tuple[int, ...]
 
@@ -135,10 +134,8 @@ def headers(path: Path) -> dict[str, Place]:
         BadCheckpoint: it is missing or unreadable.
     """
     try:
-        with safe_open(path, "pt") as file:
-            return {name: Place(path, name, tuple(file.get_slice(name).get_shape())) for name in list(file.keys())}
-    except FileNotFoundError as error:
-        raise bad(f"no {path.name} in {path.parent}, where it should be") from error
+        file: Any = safe_open(path, "pt")
+        return {name: Place(file, name, tuple(file.get_slice(name).get_shape())) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise bad(f"{path} is no readable safetensors file: {error}") from error
 
@@ -171,6 +168,10 @@ def files_of(folder: Path) -> dict[str, str]:
             f"save_file({{k: v.contiguous() for k, v in w.items()}}, '{whole}')\""
         )
     raise bad(f"no {WEIGHTS} in {folder}")
+
+
+Sizes = Mapping[str, tuple[int, ...]]
+"""The shapes of tensors, by name."""
 
 
 @dataclass
@@ -225,7 +226,18 @@ class Checkpoint:
         """
         module.load_state_dict(self.read(shapes_of(module)), assign=True)
 
-    def read(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    def stacked(self, parts: Mapping[str, Sizes], shapes: Sizes) -> dict[str, Tensor]:
+        """Tensors of these ``shapes``, each made of ``parts`` that lie one after the other in it.
+
+        Raises:
+            BadCheckpoint: see :meth:`read`.
+        """
+        found = self.read({name: shape for each in parts.values() for name, shape in each.items()})
+        return {
+            name: torch.stack([found.pop(part) for part in each]).view(shapes[name]) for name, each in parts.items()
+        }
+
+    def read(self, expected: Sizes) -> dict[str, Tensor]:
         """The tensors, once all of them are known to have the shapes that are expected; FP8 with its scales as floats.
 
         Raises:
@@ -258,32 +270,19 @@ class Checkpoint:
             if value.is_floating_point() and not numbers.isfinite().all():
                 raise bad(f"{self.name_in_file(name)} in {self.folder} holds NaN or infinity")
         for name in scaled:
-            tensors[name] = unscaled(tensors[name], tensors.pop(name + SCALE), block)
+            factors = tensors.pop(name + SCALE).float()
+            for dim, size in enumerate(block):  # a scale for every block of the weight
+                factors = factors.repeat_interleave(size, dim).narrow(dim, 0, tensors[name].shape[dim])
+            tensors[name] = tensors[name].float() * factors
         return tensors
 
     def _read(self) -> dict[str, Tensor]:
-        found = {}
-        for path in {place.path for place in self.files.values()}:
-            with safe_open(path, "pt") as file:
-                found |= {
-                    name: file.get_tensor(place.name).clone()
-                    for name, place in self.files.items()
-                    if place.path == path
-                }
-        return found
+        return {name: place.file.get_tensor(place.name).clone() for name, place in self.files.items()}
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of a module's tensors, by name."""
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
-
-
-def unscaled(weight: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
-    """A weight [N, K] in FP8 with a scale for every block of it [⌈N / rows⌉, ⌈K / columns⌉], float32."""
-    factors = scales.float()
-    for dim, size in enumerate(block):
-        factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
-    return weight.float() * factors
 
 
 def number(config: Mapping[str, Any], name: str, *, default: int | None = None, least: int = 1) -> int:

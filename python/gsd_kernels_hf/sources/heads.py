@@ -1,8 +1,8 @@
-"""Heads that let a target draft for itself: each guesses a later token from the target's last hidden state.
+"""Drafters that read the target's last hidden state alone: heads, and Gemma 4's assistants.
 
-Blockwise parallel decoding (arXiv 1811.03115) in the form of Medusa (arXiv 2401.10774, section 2.1.1): head k adds a
-residual block to the hidden state that the target's own output matrix reads, and goes through that matrix.
-``gsd-kernels train-heads`` trains them; the target is not changed.
+Heads let a target draft for itself: each guesses a later token. Blockwise parallel decoding (arXiv 1811.03115) in the
+form of Medusa (arXiv 2401.10774, section 2.1.1): head k adds a residual block to the hidden state that the target's own
+output matrix reads, and goes through that matrix. ``gsd-kernels train-heads`` trains them; the target is not changed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,40 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
 from ..files import path_of, write_file, write_json
-from ..model.properties import text_config, vocabulary
+from ..model.attention import GraphInputs, configs_of, switched_configs, windowed
+from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
-from ..records import Candidates
 from .base import Level, Text
-from .checkpoints import BadCheckpoint, Checkpoint, bad, check_sizes, fetch, headers, read_json
-from .expansion import DraftVocabulary, Lattice, shares_of
-from .features import LastState
+from .checkpoints import (
+    BELONGS,
+    CONFIG,
+    BadCheckpoint,
+    Checkpoint,
+    bad,
+    check,
+    check_sizes,
+    fetch,
+    headers,
+    move_to,
+    read_json,
+    shapes_of,
+)
+from .expansion import DraftVocabulary, Lattice, NodeVectors, shares_of
+from .features import LastState, Recursion
+from .layouts import GEMMA4
 
 CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
@@ -127,7 +144,7 @@ class DraftHeads(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         settings = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
         config = {name: value for name, value in settings.items() if value is not None}
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        weights = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
         write_file(folder / WEIGHTS_FILE, lambda partial: save_file(weights, partial, metadata={"format": "pt"}))
         write_json(folder / CONFIG_FILE, config, indent=2)
 
@@ -170,29 +187,24 @@ class DraftHeads(nn.Module):
         """
         own_name = lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None  # noqa: E731
         checkpoint = Checkpoint.open(folder, own_name)
-        # The blocks of a head come before its output matrix.
-        outputs = {
-            name: shape for name, shape in checkpoint.shapes.items() if re.fullmatch(r"\d+\.[1-9]\d*\.\w+", name)
-        }
-        name, shape = next(iter(outputs.items()), ("", ()))
-        if len(shape) != 2:
+        # By head and place in it: the output matrix comes behind the blocks.
+        places = {tuple(map(int, name.split(".")[:2])): shape for name, shape in checkpoint.shapes.items()}
+        (last, layers), shape = max(places.items(), default=((0, 0), ()))
+        if not layers or len(shape) != 2:
             raise bad(f"{folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight")
-        (vocab, size), layers = shape, int(name.split(".")[1])
-        count = 1 + max(int(name.partition(".")[0]) for name in checkpoint.files)
+        (vocab, size), count = shape, last + 1
         with torch.device("meta"):
             heads = cls(size, count, num_layers=layers, output_size=vocab)
         if target is not None:
             heads.check_target(target, "drafter")
-        linears = [f"{layer}.linear" for layer in range(layers)]
-        parts = {f"{layers}.weight": (vocab, size)}
-        parts |= {f"{name}.weight": (size, size) for name in linears} | {f"{name}.bias": (size,) for name in linears}
-        found = checkpoint.read({f"{head}.{name}": shape for head in range(count) for name, shape in parts.items()})
-        part = {name: torch.stack([found[f"{head}.{name}"] for head in range(count)]) for name in parts}
-        weights = {
-            "weight": torch.stack([part[f"{name}.weight"].mT for name in linears]),
-            "bias": torch.stack([part[f"{name}.bias"][:, None] for name in linears]),
-            "output": part[f"{layers}.weight"],
+        blocks = [f"{head}.{layer}.linear" for layer in range(layers) for head in range(count)]
+        parts = {
+            "weight": {f"{block}.weight": (size, size) for block in blocks},
+            "bias": {f"{block}.bias": (size,) for block in blocks},
+            "output": {f"{head}.{layers}.weight": shape for head in range(count)},
         }
+        weights = checkpoint.stacked(parts, shapes_of(heads))
+        weights["weight"] = weights["weight"].mT.contiguous()
         heads.load_state_dict(weights, assign=True)
         return heads.requires_grad_(False).placed(target)
 
@@ -268,9 +280,177 @@ class Heads(LastState, Lattice):
         return self.heads.num_heads
 
     def step(self, level: Level, *, emitted: bool = True) -> None:
-        self.keep_positions(self.heads(self.hidden, self.lm_head), level)
+        logits = self.heads(self.hidden, self.lm_head)  # all 0 where there is no state yet, and nothing to go by
+        self.keep_positions(torch.where(self.known.to(logits.device)[:, None, None], logits, 0.0), level)
 
-    def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
-        tokens, log_probs = super().ranked(logits, positions, branch)
+
+# Gemma 4's assistants: a small model that reads the target's own keys and values, drafting a graph without a cache.
+#
+# All its layers attend to what the target's last layers of their type have stored, from one place: where the root is. A
+# row reads the embedding of a node's token and the vector of the node before it, so a level is a batch of such pairs.
+# transformers drafts a chain for one sequence with it.
+
+Stored = dict[str, tuple[Tensor, Tensor]]
+"""Keys and values [B, Hkv, S, D] by type of layer."""
+
+
+class Gemma4Assistant(nn.Module):
+    """An assistant of a Gemma 4 model: ``patch(model, drafter=folder_or_id)``.
+
+    Args:
+        model: as transformers loads it, a ``Gemma4AssistantForCausalLM``.
+    """
+
+    kind = "Gemma 4"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.sizes = model, model.config.get_text_config()
+        self.width = model.config.backbone_hidden_size  # of the target
+        self.configs, types = configs_of(model), self.sizes.layer_types
+        # transformers' mask has both ends in it, and the root's own place is not stored.
+        self.windows = [self.sizes.sliding_window + 2 if kind == "sliding_attention" else None for kind in types]
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Gemma4Assistant:
+        """An assistant from a folder or hub id, on ``target``'s device and in its dtype.
+
+        Raises:
+            ValueError: none that can be served, or another model's; the message names what and the cure.
+        """
+        folder = fetch(where)
+        kind = getattr(transformers, GEMMA4, None)
+        if kind is None:
+            raise bad(f"{folder} is a Gemma 4 assistant; it needs transformers with {GEMMA4}")
+        try:
+            config = kind.config_class.from_dict(read_json(folder / CONFIG))
+            with torch.device("meta"):
+                empty = kind(config)
+        except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+            raise bad(f"{folder} has no readable config of a Gemma 4 assistant: {error}") from error
+        cls(empty).check_target(target)
+        model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
+        strange = [*report["missing_keys"], *report["mismatched_keys"]]
+        if strange:
+            raise bad(f"{folder} lacks {strange[0]}, or has it in another shape")
+        found = cls(model)
+        move_to(found, target)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Gemma4Assistant: {len(self.windows)} layer(s) of width {self.sizes.hidden_size}>"
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the assistant fits a target's vocabulary, width and types of layers.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        check_sizes(self.kind, self.sizes.vocab_size, self.width, target)
+        reads, stored, of = "this Gemma 4 assistant reads", stored_by(target), type(target).__name__
+        for kind, (_, heads, size) in by_type(self.sizes).items():
+            if kind not in stored:
+                raise bad(f"{reads} keys and values of {kind} layers, which {of} does not have; {BELONGS}")
+            _, *theirs = stored[kind]
+            if theirs != [heads, size]:
+                raise bad(
+                    f"{reads} {heads} heads of {size} of {kind} layers, and those of {of} store "
+                    f"{theirs[0]} of {theirs[1]}; {BELONGS}"
+                )
+
+    def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, stored: Stored, graph: Any) -> Any:
+        """One level: the vectors that nodes hand on [B, W, D], and logits [B, W, V].
+
+        Args:
+            embedded: [B, W, D], of the nodes' tokens, by the target's embedding.
+            features: [B, W, D], of the target for the root, else vectors of the nodes before.
+            positions: int64 [B, W], of the root.
+            stored: of the target's last layers.
+            graph: what the rows see of it.
+        """
+        model, text = self.model, self.model.model  # whose own forwards take one row a sequence
+        hidden = model.pre_projection(torch.cat([embedded, features], -1))
+        turns = {kind: text.rotary_emb(hidden, positions, kind) for kind in stored}
+        with switched_configs(self.configs):
+            for layer, kind in zip(text.layers, self.sizes.layer_types, strict=True):
+                hidden = layer(
+                    hidden,
+                    shared_kv_states=stored,
+                    position_embeddings=turns[kind],
+                    position_ids=positions,
+                    graph=graph,
+                )
+        hidden, ordered = text.norm(hidden), model.masked_embedding
+        vectors = model.post_projection(hidden)
+        if ordered is None:
+            return vectors, model.lm_head(hidden)
+        # With ordered embeddings there are logits of the tokens of the best clusters, and −∞ elsewhere.
+        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, -1).indices  # [B, W, k]
+        tokens = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, W, n]
+        scores = torch.einsum("bwd,bwnd->bwn", hidden, model.lm_head.weight[tokens])
+        whole = hidden.new_full((*hidden.shape[:2], self.sizes.vocab_size), -torch.inf)
+        return vectors, whole.scatter(-1, tokens, scores)
+
+
+def by_type(config: PretrainedConfig, layers: int | None = None) -> dict[str, tuple[Any, ...]]:
+    """Of every type the last of the first ``layers``: its number, heads of keys and values, their size."""
+    each = zip((getattr(config, "layer_types", None) or ())[:layers], config.per_layer_config, strict=False)
+    names = "num_key_value_heads", "head_dim"
+    return {kind: (i, *(getattr(layer, name, None) for name in names)) for i, (kind, layer) in enumerate(each)}
+
+
+def stored_by(target: PreTrainedModel) -> dict[str, tuple[Any, ...]]:
+    """The same of the layers that store keys and values of their own."""
+    config = text_config(target)
+    return by_type(config, config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0))
+
+
+class AssistantDrafts(LastState, Recursion):
+    """The draft source of a :class:`Gemma4Assistant`: keys and values are the target's, as they lie there."""
+
+    name = "gemma4_assistant"
+    stem = 1
+
+    def __init__(self, module: Gemma4Assistant) -> None:
+        self.module, self.forwards = module, (module,)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the assistant was not made for."""
+        check(self.module, target)
+
+    def start(self, text: Text) -> None:
+        super().start(text)
+        self.head, self.vectors = self.module.model.lm_head, NodeVectors()
+        self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, text.target.vocab_size)
+        self.embed = text.target.stepping.get_input_embeddings()
+        stored = stored_by(text.target.model)
+        self.layers = {kind: stored[kind][0] for kind in self.module.sizes.layer_types}
+        self.device = device_of(self.module.model)
+        self.kinds = windowed(self.module.windows)
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape."""
+        self.vectors.prepare(config, self.hidden.to(self.device), self.module.width)
+
+    def launch(self, level: Level) -> None:
+        """Forward a frontier, which writes nothing."""
+        self.nodes(level, None)
+
+    def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :meth:`Recursion.nodes`; all 0 for a text of which the target has read nothing yet."""
+        tokens, cached = level.frontier.token_ids, self.text.target.cache.layers
+        if vectors is None:
+            vectors = self.hidden[:, None].to(self.device, self.module.model.dtype).expand(-1, tokens.shape[1], -1)
+        if not all(cached[index].is_initialized for index in self.layers.values()):
+            return torch.zeros_like(vectors), self.no_logits(tokens.shape[1])
+        kv_len, kv_start, to = self.text.kv_len, self.state.kv_start, self.device
+        zeros = torch.zeros_like(tokens, dtype=torch.int32)  # [B, W]; all rows are where the root is
+        graph = zeros[..., None], kv_len, kv_start, zeros, zeros[:, :1], self.text.target.backend
+        inputs = GraphInputs(*graph, self.kinds)
+        stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}
+        embedded = self.embed(tokens.long()).to(vectors.dtype)
+        positions = (kv_len - kv_start)[:, None].long().expand(tokens.shape)
+        vectors, logits = self.module(embedded, vectors, positions, stored, inputs)
+        inputs.check_complete()
         known = self.known[:, None, None]
-        return torch.where(known, tokens, -1), torch.where(known, log_probs, -torch.inf)
+        return torch.where(known, vectors, 0.0), torch.where(known, logits, 0.0)

@@ -67,7 +67,7 @@ class LayerSkip(Expansion):
         self.model = properties.unwrap(model)
         validate.check_model("model", self.model)
         blocks = _Blocks(self.model)
-        given = [*(("attention", index) for index in attention), *(("mlp", index) for index in mlp)]
+        given = [(part, index) for part, all_ in zip(PARTS, (attention, mlp), strict=True) for index in all_]
         for part, index in given:
             if type(index) is not int:
                 raise TypeError(f"{part}: expected indices of layers, got {index!r}")
@@ -290,7 +290,7 @@ class _Blocks:
         """A view of the model: the same weights, fewer blocks."""
         kept, kinds = [], set(getattr(properties.text_config(self.model), "layer_types", None) or ())
         for index, layer in enumerate(self.layers):
-            gone = [block for block in ((part, index) for part in PARTS) if block in skipped]
+            gone = [(part, index) for part in PARTS if (part, index) in skipped]
             stubs = {self.names[block]: _NoBlock(self.besides[block]) for block in gone}
             # Where layers are of several types, their numbers say which mask is theirs.
             if len(stubs) < len(PARTS) or len(kinds) > 1:
@@ -312,5 +312,5 @@ def _elements(module: nn.Module) -> int:
 
 def _name(layer: nn.Module, part: str) -> str:
     """The name of a layer's block; empty where it has none such."""
-    names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
-    return next((name for name in names[: None if part == "attention" else 1] if hasattr(layer, name)), "")
+    states = (name for name, child in layer.named_children() if part == "attention" and keeps_state(type(child)))
+    return PARTS[part] if hasattr(layer, PARTS[part]) else next(states, "")

@@ -21,8 +21,7 @@ from .checkpoints import bad
 from .dflash import DFlash, DFlashDrafts
 from .feature_drafter import Eagle3
 from .features import Parallel, Recursive
-from .gemma_assistant import AssistantDrafts, Gemma4Assistant
-from .heads import CONFIG_FILE, DraftHeads, Heads
+from .heads import CONFIG_FILE, AssistantDrafts, DraftHeads, Gemma4Assistant, Heads
 from .layouts import GEMMA4
 from .mtp import Mtp, place_of
 
@@ -133,11 +132,10 @@ def lasting(given: Any) -> Any:
 def stamp(folder: Path) -> tuple[object, ...]:
     """A folder of a checkpoint and its files as they are now, without those that are being written."""
     folder, found = folder.resolve(), []
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".safetensors") and not file.name.startswith("."):
-            with suppress(FileNotFoundError):  # moved meanwhile
-                stat = file.stat()
-                found.append((file.name, stat.st_size, stat.st_mtime_ns))
+    for file in sorted([*folder.glob("[!.]*.json"), *folder.glob("[!.]*.safetensors")]):
+        with suppress(FileNotFoundError):  # moved meanwhile
+            stat = file.stat()
+            found.append((file.name, stat.st_size, stat.st_mtime_ns))
     return folder, *found
 
 
@@ -156,9 +154,9 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
         kept = _loaded.setdefault(target, {})
         now, drafter = kept.get(key, (None, None))
         try:
-            place = place_of(target) if own else (checkpoints.fetch(where, option), None)
+            place = place_of(target) if own else (checkpoints.fetch(where, option),)
             # What was fetched from the hub stays the same; a folder may be relative to another working directory.
-            files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else now or place
+            files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else place
             if now != files:
                 drafter = (load_drafter if option == "drafter" else DraftHeads.from_pretrained)(where, target)
         except (ValueError, OSError) as error:

@@ -28,6 +28,7 @@ from gsd_kernels.ops.feature_rows import Projection
 from ..model.attention import implementation_of
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
+from ..model.probe import in_words
 from ..model.properties import device_of, text_config
 from ..validate import SERVED_LAYERS
 from . import checkpoints
@@ -82,19 +83,15 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
     layers, _ = decoder_of(target)
     config = text_config(target)
     types = sorted(set(getattr(config, "layer_types", None) or ()) & SERVED_LAYERS) or [None]
-    seen = set()
-    for index, layer in enumerate(layers):
-        parts = tuple(type(part) for part in layer.children())
-        if parts in seen:
-            continue
-        seen.add(parts)
+    different = {(*map(type, layer.children()),): index for index, layer in reversed([*enumerate(layers)])}
+    for index in sorted(different.values()):
         for attention in types:
             own = copy.deepcopy(config)
             own._attn_implementation_internal = implementation_of(config)
             with making("a layer", target), torch.device("meta"):
                 if attention is not None:
                     own.layer_types = [attention] * len(layers)
-                module = type(layer)(own, index)
+                module = type(layers[index])(own, index)
             for part in module.modules():
                 if hasattr(part, "layer_idx"):
                     part.layer_idx = 0  # of the head's own cache
@@ -111,7 +108,7 @@ def stored_as(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> Sh
     return {f"{experts['base']}.{i}.{matrix}.weight": part for i in range(shape[0]) for matrix in matrices}
 
 
-def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object = None) -> Block:
+def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object) -> Block:
     """The target's decoder layer that has these tensors, or most of them: what is missing, reading them says.
 
     Args:
@@ -198,10 +195,7 @@ class Mtp(HiddenDrafter):
         weights = {} if layout.norm else {"norm.weight": norm.weight.detach().clone()}
         wanted = {name: shape for name, shape in shapes_of(module).items() if name not in weights}
         stored = {name: stored_as(name, shape, shapes) for name, shape in wanted.items()}
-        found = checkpoint.read({part: shape for parts in stored.values() for part, shape in parts.items()})
-        for name in wanted:  # experts one after the other, each with its gate before
-            one, *more = [found[part] for part in stored[name]]
-            weights[name] = torch.cat([one, *more]).view(wanted[name]) if more else one
+        weights |= checkpoint.stacked(stored, wanted)  # experts one after the other, each with its gate before
         # In the target's precision, and what it keeps in a finer one, as the biases of routers, in that.
         kept = layers[block.index].state_dict().items()
         finer = {f"block.{name}": value.dtype for name, value in kept if value.is_floating_point()}
@@ -249,10 +243,9 @@ class Mtp(HiddenDrafter):
             if len(calls) != 1:
                 raise RuntimeError(f"it attends {len(calls)} times")
         except Exception as error:  # whatever a layer's own code says
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise bad(
                 f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
-                f"positions and a cache for it ({problem}); not supported"
+                f"positions and a cache for it ({in_words(error)}); not supported"
             ) from error
         self.runs = True
 
@@ -263,10 +256,9 @@ class Mtp(HiddenDrafter):
 
     def first_parameters(self) -> dict[str, Any]:
         """Parameters for embedding and feature, as :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has them."""
-        weight, bias = self.projection.weight.detach(), self.projection.bias
-        norms = [norm.weight.detach() for norm in (self.hidden_norm, self.embedding_norm)]
-        made = Projection(weight, norms[1], None if bias is None else bias.detach(), self.layout.hidden_first)
-        return {"feature_norm": norms[0], "projection": made}
+        weight, bias = self.projection.weight, self.projection.bias
+        made = Projection(weight, self.embedding_norm.weight, bias, self.layout.hidden_first)
+        return {"feature_norm": self.hidden_norm.weight, "projection": made}
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden state that a head reads: what leaves its final norm."""
