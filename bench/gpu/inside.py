@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gsd_kernels.ops.decoder_rows.cuda import AHEAD, GROUP, OVERLAP
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, row_inputs
+from gsd_kernels_hf.model.proof import MOST_ROWS, row_inputs
 from gsd_kernels_hf.model.runner import FusedRows, storage_of
 
 from ..kernels.rows import WAYS, measure, random_model

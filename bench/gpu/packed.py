@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, pack_matrix, unpack_rows
 from gsd_kernels_hf.model.fused import FusedRows
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, apart, row_inputs
+from gsd_kernels_hf.model.proof import MOST_ROWS, apart, row_inputs
 from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 from gsd_kernels_hf.packed.pack import replace
 

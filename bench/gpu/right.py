@@ -1,7 +1,7 @@
 """The verdict on the forward of rows as one operator: its error against float32, and its bits wherever they are due.
 
 Nothing of the operator is timed before. A few layers of the real widths: every kernel, tile and split of a whole model.
-What is looked for, and what is right, is what every GPU is held to before it serves (model/gpu_proof.py), at more
+What is looked for, and what is right, is what every GPU is held to before it serves (model/proof.py), at more
 prefixes, by more replays, and for products by groups of warps with weights of any size.
 """
 
@@ -17,9 +17,8 @@ import torch
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.cuda_common import DTYPES, HEAD_DIMS
 from gsd_kernels.ops.decoder_rows.cuda import GROUP, GROUP_CAPABILITY, ways
-from gsd_kernels_hf.model import gpu_proof
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, Kind, apart, behind, row_inputs, too_large
-from gsd_kernels_hf.model.proof import Passage
+from gsd_kernels_hf.model import proof
+from gsd_kernels_hf.model.proof import MOST_ROWS, Kind, Passage, apart, behind, row_inputs, too_large
 
 from ..kernels.rows import random_model
 from .graphs import kernel_table
@@ -70,8 +69,8 @@ def prove(work: Work) -> None:
     kinds = {kind.name: (kind,) for kind in itertools.starmap(Kind, found)}
 
     def proved(kind: Kind) -> dict[str, Any]:
-        proof = gpu_proof.prove(kind, work.device)
-        return {**proof, **({} if proof["why"] is None else {"error": proof["why"]})}
+        found = proof.prove(kind, work.device)
+        return {**found, **({} if found["why"] is None else {"error": found["why"]})}
 
     work.each(kinds, proved)
 
@@ -86,13 +85,13 @@ def points_of(stage: str, work: Work, shape: str, of: Callable[[], Any] | None =
         f"{shape} prefix={case.prompt} pads={','.join(map(str, case.pads))}": partial(against_float32, of, case)
         for case in cases
     }
-    replays = partial(gpu_proof.replays_apart, count=4 if work.rehearse else REPLAYS)
+    replays = partial(proof.replays_apart, count=4 if work.rehearse else REPLAYS)
     return {
         **dict(list(errors.items())[:2]),
-        f"{shape} bits": partial(alike, work, of, cases[1], gpu_proof.parts_apart),
+        f"{shape} bits": partial(alike, work, of, cases[1], proof.parts_apart),
         f"{shape} launches": partial(alike, work, of, cases[1], replays),
         **errors,
-        f"{shape} batch": partial(alike, work, of, cases[-1], gpu_proof.sequences_apart),
+        f"{shape} batch": partial(alike, work, of, cases[-1], proof.sequences_apart),
     }
 
 
@@ -121,7 +120,7 @@ def against_float32(of: Callable[[], Any], case: Passage) -> dict[str, Any]:
     Raises:
         RuntimeError: the operator's is too large, or no number.
     """
-    found = gpu_proof.errors(of(), case)
+    found = proof.errors(of(), case)
     print("  error: " + "; ".join(f"{way} {error:.2e}" for way, error in found.items()), flush=True)
     if (wrong := too_large(found)) is not None:
         raise RuntimeError(f"wrong: {wrong}")

@@ -28,7 +28,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.cuda_common import DTYPES
 from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels.ops.packed.api import FLOATS
-from gsd_kernels_hf.model.gpu_proof import MOST_ROWS, WAYS, row_inputs
+from gsd_kernels_hf.model.proof import MOST_ROWS, WAYS, row_inputs
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 

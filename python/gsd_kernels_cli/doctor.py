@@ -80,13 +80,13 @@ def examine(*, prove: bool = False) -> dict[str, dict[str, Any]]:
     from gsd_kernels import cpu_levels
     from gsd_kernels.backends import BACKENDS, unavailable_reason
     from gsd_kernels.ops.decoder_rows import cuda
-    from gsd_kernels_hf.model import fused, gpu_proof
+    from gsd_kernels_hf.model import fused, proof
 
     from .versions import versions
 
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus]
-    proofs = {str(gpu): gpu_proof.report(gpu, again=prove) for gpu in gpus if fused.missing(gpu) is None}
+    proofs = {str(gpu): proof.report(gpu, again=prove) for gpu in gpus if fused.missing(gpu) is None}
     installed = {name: version or "missing" for name, version in versions().items()}
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     installed |= {

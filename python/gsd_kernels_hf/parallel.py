@@ -22,13 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import gsd_kernels
-
 from .records import Verified
+from .store import VERSIONS
 from .validate import check_heads
 
 logger = logging.getLogger("gsd_kernels")
@@ -139,7 +137,7 @@ class Agreement(Ranks):
             own_seed: this rank's, drawn if none was given.
             given: what must agree, by the name that an error calls it; see :func:`digest`.
         """
-        given = {**given, "versions": (gsd_kernels.__version__, torch.__version__, transformers.__version__)}
+        given = {**given, "versions": VERSIONS}
         given["GSD_KERNELS_DEBUG"] = self.every
         mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64, device="cpu")
         with self.explained():

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
+
+import gsd_kernels
 
 from .files import read_file, write_file
 from .locks import forkable_lock
@@ -33,6 +36,7 @@ logger = logging.getLogger("gsd_kernels")
 
 FORMAT = "gsd_kernels kept"
 VERSION = 10
+VERSIONS = gsd_kernels.__version__, torch.__version__, transformers.__version__
 MAX_SECTIONS = 24  # of a document; the oldest ones go
 WRITE_AFTER_SECONDS = 5.0  # what is saved meanwhile is written with it
 _told: set[Path] = set()
@@ -109,11 +113,11 @@ class Document:
 
     Args:
         kind: what its file's name begins with.
-        about: what it is of; kept in it, and its digest in the file's name.
+        about: what it is of, beside :data:`VERSIONS`; kept in it, and its digest in the file's name.
     """
 
     def __init__(self, kind: str, about: Mapping[str, Any]) -> None:
-        self.about = json.loads(json.dumps(about, sort_keys=True, default=str))
+        self.about = json.loads(json.dumps({**about, "versions": VERSIONS}, sort_keys=True, default=str))
         self.told = json.dumps(self.about, sort_keys=True)
         digest = hashlib.sha256(f"{VERSION} {self.told}".encode()).hexdigest()[:20]
         self.path = cache_dir() / f"{kind}-{digest}.safetensors"

@@ -21,7 +21,7 @@ from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_cli.groups import with_groups
 from gsd_kernels_cli.options import Models, read_prompts
 from gsd_kernels_cli.streaming import Conversation, StdoutStreamer
-from gsd_kernels_hf.model import fused, gpu_proof
+from gsd_kernels_hf.model import fused, proof
 from gsd_kernels_hf.sources.corpus import Corpus
 
 PICKY = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('bad\\nword') }}{% endif %}"
@@ -437,7 +437,7 @@ def test_doctor_on_gpus(monkeypatch):
     properties = type("Properties", (), {"name": "A", "total_memory": 2**34, "major": 8, "minor": 6})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(fused, "missing", lambda device, backend="auto": None)
-    monkeypatch.setattr(gpu_proof, "report", lambda device, again: kept if device.index == 0 or again else {})
+    monkeypatch.setattr(proof, "report", lambda device, again: kept if device.index == 0 or again else {})
     text = said()
     assert "rows on cuda:0 one operator, proved for bfloat16, heads of 128, mma" in text
     assert "rows on cuda:1 one operator, where a model's kind proves itself at its first use" in text

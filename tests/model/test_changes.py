@@ -458,7 +458,7 @@ def test_frequencies_changed_in_place_are_read_anew_once(dtype):
 
 def test_the_statistics_and_the_log_say_why(caplog, monkeypatch):
     model = tiny(dtype=torch.float32)
-    fused._log_once.cache_clear()
+    logging.Logger.info_once.cache_clear()
     with caplog.at_level(logging.INFO, "gsd_kernels"), ExitStack() as stack:
         for reason in (None, "model.layers.1.mlp.up_proj has a hook", "GSD_KERNELS_FUSED_ROWS=0"):
             for _ in range(2):

@@ -17,13 +17,13 @@ from ops.contracts.backends import needs_cpu
 
 from gsd_kernels.environment import forced
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda
-from gsd_kernels_hf.model import fused, gpu_proof, replay
-from gsd_kernels_hf.model.gpu_proof import Kind, Sizes, proof_of
+from gsd_kernels_hf.model import fused, proof, replay
+from gsd_kernels_hf.model.proof import Kind, Sizes, proof_of
 from gsd_kernels_hf.model.runner import FusedRows, RowModel
 
 CPU = torch.device("cpu")
 KIND = Kind(torch.bfloat16, 64, "mma")
-BEGUN = gpu_proof.BEGUN["why"]
+BEGUN = proof.BEGUN["why"]
 SMALL = (
     Sizes(hidden=128, inner=192, vocabulary=96, width=128, prompt=45),
     Sizes(hidden=136, inner=72, vocabulary=104, width=128, window=20, prompt=45),
@@ -33,25 +33,25 @@ own = FusedRows.rows
 
 def figures(why: str | None = None, **operator: float) -> dict[str, Any]:
     """A proof by which rows take half of the modules' time, or as much of it as is said: ``rows_64=1.5``."""
-    times = {str(n): {"operator": operator.get(f"rows_{n}", 0.5), "modules": 1.0} for n in gpu_proof.TIMED_ROWS}
-    return gpu_proof.verdict(why, milliseconds=times)
+    times = {str(n): {"operator": operator.get(f"rows_{n}", 0.5), "modules": 1.0} for n in proof.TIMED_ROWS}
+    return proof.verdict(why, milliseconds=times)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Small sizes, times that are none, a cache folder of its own, and no GPU's name."""
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpu_proof, "MODELS", SMALL)
-    monkeypatch.setattr(gpu_proof, "REPLAYS", 4)
-    monkeypatch.setattr(gpu_proof, "seconds_of", lambda call, device: 5e-4 if call() is None else 1e-3)
-    monkeypatch.setattr(gpu_proof, "_known", {})
+    monkeypatch.setattr(proof, "MODELS", SMALL)
+    monkeypatch.setattr(proof, "REPLAYS", 4)
+    monkeypatch.setattr(proof, "seconds_of", lambda call, device: 5e-4 if call() is None else 1e-3)
+    monkeypatch.setattr(proof, "_known", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_proof, "installed", dict)
+    monkeypatch.setattr(proof, "installed", dict)
 
 
-def chosen() -> gpu_proof.Choice:
-    return gpu_proof.choice(CPU, torch.bfloat16, 64)
+def chosen() -> proof.Choice:
+    return proof.choice(CPU, torch.bfloat16, 64)
 
 
 # What is found.
@@ -61,9 +61,9 @@ def chosen() -> gpu_proof.Choice:
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
 def test_a_right_operator_proves_itself(dtype, head_dim):
     state, default = torch.get_rng_state(), torch.get_default_dtype()
-    proof = proof_of(Kind(dtype, head_dim, "mma"), CPU)
-    assert proof["why"] is None and proof["seconds"] > 0 and set(proof["apart"].values()) == {0}
-    assert 0 < proof["errors"]["operator"] < 2 * proof["errors"]["modules"] + 1e-5
+    found = proof_of(Kind(dtype, head_dim, "mma"), CPU)
+    assert found["why"] is None and found["seconds"] > 0 and set(found["apart"].values()) == {0}
+    assert 0 < found["errors"]["operator"] < 2 * found["errors"]["modules"] + 1e-5
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == default
 
 
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Rows, str]] = {
             another_bit(lambda inputs, keep, count=count: keep == count and len(inputs[0]) == 1),
             "(alone)",
         )
-        for count in (len(gpu_proof.PATH), 33, 129)
+        for count in (len(proof.PATH), 33, 129)
     },
     "a batch": (another_bit(lambda inputs, keep: len(inputs[0]) == 2), "2 rows have other bits (beside another)"),
     **{f"{n} rows, stale": (Stale(n), "6 rows have other bits (replayed)") for n in (16, 128)},
@@ -125,7 +125,7 @@ def test_what_is_wrong_keeps_the_modules(what, monkeypatch):
     reason = chosen().why
     assert reason.startswith("one operator did not prove itself on this GPU: ") and says in reason
     assert reason.endswith("; again by: gsd-kernels doctor --prove") and len(reason) < 350
-    gpu_proof._known.clear()
+    proof._known.clear()
     assert chosen().why == reason, "as it was kept"
 
 
@@ -147,7 +147,7 @@ def test_the_fastest_way_that_is_right_serves(proofs, group, way, prompt, why, m
     if group is not None:
         monkeypatch.setenv(cuda.GROUP, group)
     asked = []
-    monkeypatch.setattr(gpu_proof, "prove", lambda kind, _: asked.append(kind.way) or figures(**proofs[kind.way]))
+    monkeypatch.setattr(proof, "prove", lambda kind, _: asked.append(kind.way) or figures(**proofs[kind.way]))
     found = chosen()
     assert found[1:] == (way, prompt) and (found.why is None if why is None else why in found.why)
     assert asked == [name for name in proofs if name != "wgmma" or group != "0"], "in turn only where mma fails"
@@ -158,7 +158,7 @@ def test_a_model_goes_the_way_of_its_kind(monkeypatch):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(fused.proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
-    monkeypatch.setattr(gpu_proof, "prove", lambda kind, _: figures(**planted))
+    monkeypatch.setattr(proof, "prove", lambda kind, _: figures(**planted))
     for setting, wrong, settings, prompt in (
         ("1", "planted", None, None),
         ("1", None, {cuda.GROUP: "1"}, 128),
@@ -166,8 +166,8 @@ def test_a_model_goes_the_way_of_its_kind(monkeypatch):
     ):
         monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
         planted = {"why": wrong, "rows_256": 2.0}
-        gpu_proof._known.clear()
-        monkeypatch.setattr(gpu_proof, "installed", lambda of=wrong: {"of": of})
+        proof._known.clear()
+        monkeypatch.setattr(proof, "installed", lambda of=wrong: {"of": of})
         rows = fused.rows_of(model, 8, torch.zeros(1, dtype=torch.int32), "auto")
         if settings is None:
             assert type(rows) is RowModel and wrong in rows.why_modules
@@ -187,13 +187,13 @@ def test_it_is_made_once_a_kind_and_what_is_switched_and_a_report_is_of_every_ki
             raise torch.OutOfMemoryError("full")
         return figures()
 
-    monkeypatch.setattr(gpu_proof, "figures", found)
-    assert gpu_proof.report(CPU, again=False) == {} and not taken
-    proofs = gpu_proof.report(CPU, again=True)
+    monkeypatch.setattr(proof, "figures", found)
+    assert proof.report(CPU, again=False) == {} and not taken
+    proofs = proof.report(CPU, again=True)
     assert len(proofs) == len(taken) == 12 and all(settings == cuda.WAYS[way] for way, settings in taken)
-    assert {proof["why"] for proof in proofs.values()} == {None, f"{COULD_NOT}OutOfMemoryError: full"} and not forced()
-    assert set(gpu_proof.report(CPU, again=False)) == {n for n, p in proofs.items() if p["why"] is None}
-    gpu_proof._known.clear()
+    assert {p["why"] for p in proofs.values()} == {None, f"{COULD_NOT}OutOfMemoryError: full"} and not forced()
+    assert set(proof.report(CPU, again=False)) == {n for n, p in proofs.items() if p["why"] is None}
+    proof._known.clear()
     assert proof_of(KIND, CPU)["why"] is None and len(taken) == 12, "another process reads it"
     for made, variable in enumerate((cuda.OVERLAP, cuda.GROUP), 13):
         monkeypatch.setenv(variable, "0")
@@ -220,7 +220,7 @@ def test_what_ends_a_proof_is_known_to_the_process_and_kept_where_it_would_end_o
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(gpu_proof, "figures", ends)
+        patched.setattr(proof, "figures", ends)
         patched.setattr(replay, "lost", lambda device: lost)
         patched.setattr(cuda, "WAYS", {"mma": {}})
         if error is None:
@@ -236,9 +236,9 @@ def test_what_ends_a_proof_is_known_to_the_process_and_kept_where_it_would_end_o
                 patched.setattr(cuda, "is_measured", lambda device, found=measured: found)
                 assert chosen().why is None if measured and kept is None else here in chosen().why
     made = []
-    monkeypatch.setattr(gpu_proof, "prove", lambda *_: made.append(1) or figures())
+    monkeypatch.setattr(proof, "prove", lambda *_: made.append(1) or figures())
     assert proof_of(KIND, CPU)["why"] == here and len(made) == (here is None), "a session's begin does not try again"
-    gpu_proof._known.clear()
+    proof._known.clear()
     assert proof_of(KIND, CPU)["why"] == kept and len(made) == (kept is None), "another process"
     assert proof_of(KIND, CPU, again=True) == figures()
 
@@ -310,10 +310,10 @@ def test_it_covers_the_code_that_published_models_launch(head_dim, group, monkey
         return logits, logits[..., :1].expand(-1, -1, weights.final_norm.shape[0]), torch.zeros(0, *ids.shape, 1)
 
     monkeypatch.setattr(cuda, "run", run)
-    monkeypatch.setattr(gpu_proof, "REPLAYS", 2)
-    monkeypatch.setattr(gpu_proof, "errors", lambda *_: dict.fromkeys(gpu_proof.WAYS, 0.0))  # of six rows
-    monkeypatch.setitem(gpu_proof.WAYS, "modules", Nothing)
-    gpu_proof.figures(Kind(torch.bfloat16, head_dim, "wgmma" if group == "1" else "mma"), CPU)
+    monkeypatch.setattr(proof, "REPLAYS", 2)
+    monkeypatch.setattr(proof, "errors", lambda *_: dict.fromkeys(proof.WAYS, 0.0))  # of six rows
+    monkeypatch.setitem(proof.WAYS, "modules", Nothing)
+    proof.figures(Kind(torch.bfloat16, head_dim, "wgmma" if group == "1" else "mma"), CPU)
     proved = set().union(*(block_code.kinds(tmp_path_factory, *call) for call in calls.values()))
     counts, capacities = (1, 16, 17, 32, 33, 64, 65, 128, 129, 256), (1000, 4000)
     left = {}

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import gsd_kernels
 from gsd_kernels import GraphConfig, cpu_levels
+from gsd_kernels.backends import unavailable_reason
 
 from ..locks import forkable_lock
 from ..model import properties, replay
@@ -115,9 +114,8 @@ def describe(models: Sequence[nn.Module], backend: str) -> dict[str, Any]:
         "machine": machine(properties.device_of(target)),
         "backend": backend,
         **forwards(models, backend),
-        "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
+        "compiled": unavailable_reason("cpu", torch.device("cpu")) is None,
         "attention": implementation_of(target.config),
-        "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 
 

@@ -115,7 +115,7 @@ class GraphDecoder(Options):
                 session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
                 if not (criterion := session.rule.criterion).lossless:
                     lossy = "criterion %r is lossy: the output is not the target's own (stats.lossless is False)"
-                    validate.warn_once(("lossy", criterion.name), lossy, criterion.name)
+                    validate.warn_once(lossy, criterion.name)
                 out = Output(request, session)
                 out.stats.left_out = [source.name for source in given if source not in sources]
                 looked()

@@ -207,11 +207,10 @@ def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | No
         value = next((place[name] for place in places if place.get(name) is not None), None)
         if value is not None:
             warn_once(
-                (name, str(value)),
-                '%s=%r has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
+                '%s=%s has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
                 'GraphConfig.preset("chain", depth=5)',
                 name,
-                value,
+                repr(value),
             )
 
 

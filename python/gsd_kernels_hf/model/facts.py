@@ -56,6 +56,8 @@ CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """What a forward stores keys and values in."""
 NO_FORWARD = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__} - {nn.Module}
 """Bases of models whose functions load, save and generate."""
+OF_ALL = calls._global_forward_pre_hooks, calls._global_forward_hooks
+"""Forward hooks of all modules of this process."""
 ENTRIES = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 CALLED_OUTSIDE = ("generate", "__reduce_ex__")
 """Functions on a model itself that no forward calls."""
@@ -79,19 +81,14 @@ def described(function: Any) -> str:
     return f"{home_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def top_of(name: str) -> str:
-    """The package that a module's name begins with."""
-    return name.partition(".")[0]
+def package_of(function: Any) -> str:
+    """The package that a function came with: this one's are set for the length of a forward."""
+    return home_of(function).partition(".")[0]
 
 
 def is_shipped(function: Any) -> bool:
     """Return whether transformers, PyTorch or this package brought a function."""
-    return top_of(home_of(function)) in HOME_PACKAGES
-
-
-def is_own(function: Any) -> bool:
-    """Return whether a function is this package's, which sets some for the length of a forward."""
-    return top_of(home_of(function)) == OWN
+    return package_of(function) in HOME_PACKAGES
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,20 +117,17 @@ class Space:
     """
 
     def __init__(self, owner: Any) -> None:
-        self.names: dict[str, Any] = {}
-        self.size = len(vars(owner))
-        self.is_class = isinstance(owner, type)
-        self.foreign: str | None = None
-        home = owner.__module__ if self.is_class else owner.__name__
-        at_home = {*HOME_PACKAGES, top_of(home)}
-        for name, value in vars(owner).items():
-            if isinstance(value, types.ModuleType) or (name.startswith("_") and not self.is_class):
-                continue
-            self.names[name] = value
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            looked_at = self.foreign is None and (self.is_class or top_of(home) in HOME_PACKAGES)
-            if looked_at and is_function(function) and top_of(home_of(function)) not in at_home:
-                self.foreign = f"{owner.__qualname__ if self.is_class else home}.{name} is {described(function)}"
+        named, self.is_class = vars(owner), isinstance(owner, type)
+        home, title = (owner.__module__, owner.__qualname__) if self.is_class else (owner.__name__,) * 2
+        package, self.size = home.partition(".")[0], len(named)
+        self.names = {
+            name: value
+            for name, value in named.items()
+            if self.is_class or not (isinstance(value, types.ModuleType) or name.startswith("_"))
+        }
+        functions = ((n, getattr(v, "__func__", getattr(v, "fget", v))) for n, v in self.names.items())
+        looked_at = functions if self.is_class or package in HOME_PACKAGES else ()
+        self.foreign = next((f"{title}.{n} is {described(f)}" for n, f in looked_at if is_strange(f, package)), None)
 
     def is_current(self, owner: Any) -> bool:
         """Return whether everything still stands there."""
@@ -142,9 +136,10 @@ class Space:
         return not grown and all(map(operator.is_, map(names.get, self.names), self.names.values()))
 
 
-def is_function(value: Any) -> bool:
-    """Return whether a value is called as a function written in Python."""
-    return callable(value) and not isinstance(value, (type, types.BuiltinFunctionType, types.MethodWrapperType))
+def is_strange(value: Any, package: str = OWN) -> bool:
+    """Return whether a value is called as a function written in Python, in other packages than ``package`` or home."""
+    written = callable(value) and not isinstance(value, (type, types.BuiltinFunctionType, types.MethodWrapperType))
+    return written and not is_shipped(value) and package_of(value) != package
 
 
 _spaces: weakref.WeakKeyDictionary[Any, Space] = weakref.WeakKeyDictionary()
@@ -182,7 +177,9 @@ def own_of(module: nn.Module) -> Own:
             held += parts
         elif isinstance(value, Tensor):
             held.append(value)
-        elif callable(value) and not isinstance(value, type) and name not in CALLED_OUTSIDE and not is_own(value):
+        elif (
+            callable(value) and not isinstance(value, type) and name not in CALLED_OUTSIDE and package_of(value) != OWN
+        ):
             found.functions[name] = value
     for value in held:
         if type(value) is nn.Parameter or type(value) is Tensor:  # as most are, and this is asked of all in every call
@@ -196,12 +193,7 @@ def hooks_of(before: Mapping[int, Any], after: Mapping[int, Any]) -> dict[int, A
     """Forward hooks by their number, which is the process's, without those that this package sets for a forward."""
     if not before and not after:
         return {}
-    return {number: hook for number, hook in {**before, **after}.items() if not is_own(hook)}
-
-
-def global_hooks() -> list[Any]:
-    """Forward hooks of all modules of this process, without those of this package."""
-    return list(hooks_of(calls._global_forward_pre_hooks, calls._global_forward_hooks).values())
+    return {number: hook for number, hook in {**before, **after}.items() if package_of(hook) != OWN}
 
 
 def pinned(value: Any) -> Any:
@@ -300,9 +292,8 @@ class Facts:
         chosen = [interface.get(name) for interface in interfaces for name in names]
         classes = (*dict.fromkeys(type(module) for _, module in self.modules), *CACHES)
         bases = dict.fromkeys(base for cls in classes for base in cls.__mro__[:-1] if base not in NO_FORWARD)
-        written = (sys.modules.get(home) for home in dict.fromkeys(base.__module__ for base in bases))
-        homes = (sys.modules.get(home_of(function)) for function in chosen if function is not None)
-        owners = [owner for owner in dict.fromkeys((*LIBRARIES, *written, *homes, *bases)) if owner is not None]
+        homes = [*(base.__module__ for base in bases), *map(home_of, filter(None, chosen))]
+        owners = dict.fromkeys((*LIBRARIES, *filter(None, map(sys.modules.get, homes)), *bases))
         for owner in owners:
             if owner not in _spaces or not _spaces[owner].is_current(owner):
                 _spaces[owner] = Space(owner)
@@ -328,8 +319,9 @@ class Facts:
     @cached_property
     def ambient(self) -> tuple[Any, ...]:
         """Modes of this thread's PyTorch that every operation goes through: autocast, those of functions, operators."""
-        kind = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
-        kind = "cpu" if kind == "meta" else kind  # of weights that are offloaded, which no forward runs on
+        # Weights that are offloaded are on meta, which no forward runs on.
+        weights = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
+        kind = next((parameter.device.type for parameter in weights), "cpu")
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         dispatched = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         modes = (*torch.overrides._get_current_function_mode_stack(), *dispatched)
@@ -347,7 +339,7 @@ class Facts:
                 weakref.ref(module),
                 type(module),
                 tuple(own.hooks),
-                tuple((name, pinned(function)) for name, function in own.functions.items()),
+                {name: pinned(function) for name, function in own.functions.items()},
                 own.settings,
             )
             for (_, module), own in zip(self.modules, self.own, strict=True)
@@ -361,7 +353,7 @@ class Facts:
             (t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors if not t.is_meta
         ]
         libraries = [(s.name, s.dtype, s.problem, s.rounds_rows) for s in self.stored if s is not None]
-        around = tuple(pinned(hook) for hook in global_hooks())
+        around = [*map(pinned, hooks_of(*OF_ALL).values())]
         found = modules, configs, self.spaces, around, self.ambient, places, libraries
         kept = _kept.get(self.model)
         return found if kept is None or kept[0] != found else kept[0]
@@ -444,7 +436,7 @@ def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
         return f"autocast to {cast}"
     if modes:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
-    for hook in global_hooks():
+    for hook in hooks_of(*OF_ALL).values():
         return f"a hook of all modules, {described(hook)}"
     for (name, module), own in zip(facts.modules, facts.own, strict=True):
         if any(shipped or not is_shipped(hook) for hook in own.hooks.values()):
@@ -456,6 +448,6 @@ def foreign_code(facts: Facts, *, shipped: bool = True) -> str | None:
     for space in facts.spaces:
         if isinstance(space, Space) and space.foreign is not None:
             return space.foreign
-        if is_function(space) and not is_shipped(space):
+        if is_strange(space):
             return f"attention or its mask is {described(space)}"
     return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ from gsd_kernels.ops.state_rows import BLOCK
 
 from ..packed.adapters import stored_in
 from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of
-from . import gpu_proof, proof, replay
+from . import proof, replay
 from .attention import AttentionKind
 from .facts import Facts, fact, foreign_code
 from .modes import Unsupported
-from .probe import examine, served
-from .proof import WHOLE_TOKENS
+from .probe import WHOLE_TOKENS, examine, least_piece, served
 from .recurrent.mixers import mixers_of
 from .recurrent.windowed import is_windowed
 from .runner import FusedRows, RowModel, layers_of, weights_of
@@ -133,6 +131,7 @@ def _unread(facts: Facts) -> Iterator[str]:
         yield f"an output matrix of {dtype}, which is none of float32, bfloat16 and float16"
     for name, module in facts.modules:
         kind, stored, found = type(module), stored_in(module), dtype
+        places = {parameter.device for parameter in module.parameters(recurse=False)}
         if stored is not None:
             if stored.problem is not None:
                 yield f"{name} {stored.problem}"
@@ -141,8 +140,6 @@ def _unread(facts: Facts) -> Iterator[str]:
             yield f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
         elif isinstance(module, MATRICES):
             found, places = dtype_of(module), {device_of_weights(module)}
-        else:
-            places = {parameter.device for parameter in module.parameters(recurse=False)}
         if found != dtype:
             yield f"{name} stands for {found}, the output matrix is {dtype}"
         if places - {device}:
@@ -175,13 +172,13 @@ def _borrows(kind: Any) -> bool:
     return written not in {"", *(base.__qualname__ for base in kind.__mro__)}
 
 
-def choice(weights: DecoderWeights) -> gpu_proof.Choice:
+def choice(weights: DecoderWeights) -> proof.Choice:
     """The way that a GPU's operator goes with weights that it takes."""
     if switch() == "cuda":
-        return gpu_proof.Choice(None)
+        return proof.Choice(None)
     if weights.packing[0]:
-        return gpu_proof.Choice(f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda")
-    return gpu_proof.choice(weights.final_norm.device, weights.dtype, 2 * weights.inv_freq.shape[0])
+        return proof.Choice(f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda")
+    return proof.choice(weights.final_norm.device, weights.dtype, 2 * weights.inv_freq.shape[0])
 
 
 def check_rows(facts: Facts, name: str) -> None:
@@ -194,17 +191,17 @@ def check_rows(facts: Facts, name: str) -> None:
     Raises:
         Unsupported: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    report = served(facts)
-    code = foreign_code(facts, shipped=False)
-    passage = proof.SHORT if report.unusual is None and code is None else proof.LONG
+    report, passage = served(facts), proof.LONG
     if mixers := mixers_of(facts):
         if block_of(facts, "auto"):
             return
         suspect, passage = f"its layers keep a recurrent state ({mixers[0][0]})", STATES
-    elif report.unusual is not None or code is not None:
-        suspect = report.unusual or f"it has code that is not transformers' own: {code}"
+    elif report.unusual is not None:
+        suspect = report.unusual
+    elif (code := foreign_code(facts, shipped=False)) is not None:
+        suspect = f"it has code that is not transformers' own: {code}"
     elif report.unwritten:
-        suspect = f"no layer of it has the number {min(report.unwritten)} (layer_idx)"
+        suspect, passage = f"no layer of it has the number {min(report.unwritten)} (layer_idx)", proof.SHORT
     else:
         return
     difference = proof.why_not_proved(facts, RowModel, "auto", passage, singly=True)
@@ -219,18 +216,13 @@ def check_rows(facts: Facts, name: str) -> None:
 def block_of(facts: Facts, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
     mixers = mixers_of(facts)
-    if not any(is_windowed(module) for _, module in mixers) or proof.least_piece(facts) == WHOLE_TOKENS:
+    if not any(is_windowed(module) for _, module in mixers) or least_piece(facts) == WHOLE_TOKENS:
         return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
         return 0
     difference = proof.why_not_proved(facts, RowModel, backend, STATES, singly=True, block=PROVED_BLOCK)
     return BLOCK if difference is None else 0
-
-
-@lru_cache(maxsize=64)
-def _log_once(kind: str, reason: str) -> None:
-    logger.info("rows of %s go through its modules: %s", kind, reason)
 
 
 def rows_of(
@@ -245,7 +237,8 @@ def rows_of(
             _, way, fused.prompt_rows = choice(fused.weights)
             fused.settings = cuda.settings(way, fused.device)
         return fused
-    _log_once(type(facts.model).__name__, reason)
+    name = type(facts.model).__name__
+    logger.info_once("rows of %s go through its modules: %s", name, reason)  # type: ignore[attr-defined]
     rows = RowModel(*given, block=block_of(facts, backend))
     rows.why_modules = reason
     return rows

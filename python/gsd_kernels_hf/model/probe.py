@@ -8,19 +8,18 @@ in which a model looks up where its tokens stand.
 
 from __future__ import annotations
 
-import operator
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function
 
 from ..packed.modules import PackedLinear, dtype_of
@@ -37,7 +36,7 @@ from .facts import Facts, described, fact, is_shipped
 from .hidden import hooked
 from .modes import Unserved, Unsupported
 from .properties import storing, text_config
-from .recurrent.mixers import ByDepth, RowTree, mixers_of, states_of, with_mixers
+from .recurrent.mixers import ByDepth, RowTree, limit_of, mixers_of, states_in, states_of, with_mixers
 from .sides import check_sides
 
 CACHED = 3  # positions that the cache holds already
@@ -48,6 +47,11 @@ POISONED = 2  # the first sequence's column whose embedding is NaN
 UNLIKE_RATIO = 0.05  # relative difference that no rounding makes
 PADDING = (0, CACHED + POISONED)  # of the sequences
 LOUD_FACTOR = 1e3  # times as large as the other rows
+PIECE_TOKENS = 4  # of a piece of a prompt, at least
+WHOLE_TOKENS = 2**31
+"""Least size of pieces of prompts that are read in one: layers begin with no state at every piece, as Jamba's do."""
+SEVERAL_TOKENS = 2
+"""Where one token alone is read by other rules than a prompt, as Zamba 2's."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,6 @@ class AttentionReport:
         return self.cause is not None
 
 
-class AttentionCall(NamedTuple):
-    """One attention call of a forward."""
-
-    layer: int | None  # of the cache
-    mask: Any
-    window: int | None  # that the call says
-    sinks: torch.dtype | None  # of scores of the query heads that have no value
-
-
 def unusual(own: Callable[..., Any], options: dict[str, Any]) -> str | None:
     """A reason to doubt that a call of a function is softmax attention over all that it was told, or ``None``."""
     if not is_shipped(own):
@@ -93,10 +88,9 @@ class Probe:
     """Stands in for the attention of one forward, and notes what arrives."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # what attends, its mask, other arguments
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
-        self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.unusual: str | None = None
 
     def made(self, mask: Any, arguments: dict[str, Any]) -> None:
@@ -119,10 +113,8 @@ class Probe:
             self.without_graph += 1
         else:
             check_call(module, query, key, value, options)
-            self.by_place = self.by_place or differing_twin(query, key, value)
             self.unusual = self.unusual or unusual(original_attention(implementation, module), options)
-            window, sinks = options.get("sliding_window"), getattr(options.get("s_aux"), "dtype", None)
-            self.calls.append(AttentionCall(getattr(module, "layer_idx", None), attention_mask, window, sinks))
+            self.calls.append((module, attention_mask, options))
         rows = value[:, :, -query.shape[2] :]
         return rows.repeat_interleave(query.shape[1] // value.shape[1], dim=1)  # [B, Hq, R, Dv]
 
@@ -145,16 +137,10 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
         raise Unserved(f"attends from {query.shape[2]} rows to {key.shape[2]}, not from {ROWS} to {CACHED + ROWS}")
     if query.shape[1] % value.shape[1]:
         raise Unserved(f"has {query.shape[1]} query heads over {value.shape[1]} heads in its cache")
-
-
-def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Name what differs between two rows with one token at one position."""
-    a, b = TWIN_COLUMNS
-    for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
-        one, other = states[0, :, a].float(), states[0, :, b].float()
+    for what, states in (("queries", query), ("keys", key), ("values", value)):
+        one, other = states[0, :, -ROWS:][:, TWIN_COLUMNS].float().unbind(1)
         if float((one - other).norm()) > UNLIKE_RATIO * float(one.norm()):
-            return what
-    return None
+            raise Unserved(f"computes {what} by place in the cache rather than by position_ids")
 
 
 class ProbeCache(GraphCache):
@@ -189,7 +175,6 @@ def temperatures_of(facts: Facts) -> dict[int | None, Temperature]:
 
 
 @fact
-@torch.no_grad()
 def examine(facts: Facts) -> AttentionReport:
     """Look at what a model does with graph rows.
 
@@ -197,15 +182,13 @@ def examine(facts: Facts) -> AttentionReport:
     error cut short is not. The model is left as it was.
     """
     try:
-        with random_numbers_kept(facts):
+        with trying(facts):
             check_linears(facts)
             check_sides(facts)
             probe, report, clean = _forward(facts, poisoned=True)
             # Weights that hold NaN show nothing; they are found out by their logits.
             if not clean and _forward(facts, poisoned=False)[-1]:
                 raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
-            if probe.by_place is not None:
-                raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             return replace(report, kinds=tuple(_kinds(facts, probe)))
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
@@ -235,10 +218,10 @@ def served(facts: Facts, name: str = "model") -> AttentionReport:
 
 
 @contextmanager
-def random_numbers_kept(facts: Facts) -> Iterator[None]:
-    """Leave torch's generators as they are: a model in training mode draws from them."""
-    device = facts.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" and facts.model.training else []):
+def trying(facts: Facts) -> Iterator[None]:
+    """Forward without gradients, and leave torch's generators as they are: a model in training mode draws from them."""
+    devices = [facts.device] if facts.device.type == "cuda" and facts.model.training else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -254,44 +237,6 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, b
     mask[1, : CACHED + POISONED] = 0
     positions = torch.tensor(POSITIONS, device=device, dtype=torch.int64)
     lookups = Lookups(facts, positions)
-    with switched_configs(facts.configs), watching(probe), _poison(model, poisoned), lookups:
-        output = model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            **storing(facts.model, cache),
-            graph=probe,
-        )
-    attends = bool(probe.calls or probe.without_graph)
-    if cache.forms and not attends:
-        raise Unserved("has recurrent layers alone, of which transformers' cache knows no length")
-    if model._is_stateful and not attends:
-        raise Unserved("keeps a state that is not in transformers' cache, and that no row could be taken out of again")
-    if probe.without_graph or not probe.calls:
-        total = probe.without_graph + len(probe.calls)
-        seen = f"{len(probe.calls)} of {total} attention calls" if total else "none of its layers"
-        raise Unserved(
-            f"does not use transformers' attention interface as graph rows need it: {seen} pass unknown keywords on to "
-            "the attention function; LLaMA-family models do"
-        )
-    stored = sum(layer.is_initialized for layer in cache.layers)
-    if stored == 0 or stored > len(probe.calls):
-        raise Unserved(f"stores keys in {stored} layers of the cache and attends in {len(probe.calls)}")
-    if len(set(cache.updated)) < len(cache.updated):
-        twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
-        raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
-    if cache.asked != cache.by_length:  # another layer scales by it, or one by what the model makes of it, as in 5.0
-        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
-    unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
-    report = AttentionReport((), unwritten, cache.alike_on_a_gpu, lookups.end, probe.unusual)
-    unknown = output.logits.isnan().any(-1)  # [2, ROWS]
-    if poisoned:
-        unknown[0, POISONED] = False
-    return probe, report, not bool(unknown.any())
-
-
-def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
-    """Make one embedding of this thread's forward NaN."""
 
     def spoil(_: Any, output: Any) -> Any:
         if poisoned and output.shape[:2] == (2, ROWS):
@@ -299,7 +244,44 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> RemovableHandle:
             output[0, POISONED] = torch.nan
         return output
 
-    return hooked(model.get_input_embeddings(), spoil)
+    with switched_configs(facts.configs), watching(probe), hooked(model.get_input_embeddings(), spoil), lookups:
+        output = model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            **storing(facts.model, cache),
+            graph=probe,
+        )
+    calls, total = len(probe.calls), probe.without_graph + len(probe.calls)
+    seen = f"{calls} of {total} attention calls" if total else "none of its layers"
+    stored = sum(layer.is_initialized for layer in cache.layers)
+    twice = [layer for layer in cache.updated if cache.updated.count(layer) > 1]
+    for found, words in (
+        (cache.forms and not total, "has recurrent layers alone, of which transformers' cache knows no length"),
+        (
+            model._is_stateful and not total,
+            "keeps a state that is not in transformers' cache, and that no row could be taken out of again",
+        ),
+        (
+            probe.without_graph or not calls,
+            f"does not use transformers' attention interface as graph rows need it: {seen} pass unknown keywords on to "
+            "the attention function; LLaMA-family models do",
+        ),
+        (not 0 < stored <= calls, f"stores keys in {stored} layers of the cache and attends in {calls}"),
+        (twice, f"stores keys of several attention calls in layer {next(iter(twice), None)} of the cache (layer_idx)"),
+        (  # another layer scales by it, or one by what the model makes of it, as in 5.0
+            cache.asked != cache.by_length,
+            "computes with the cache's length in its layers, which differs from the positions of graph rows",
+        ),
+    ):
+        if found:
+            raise Unserved(words)
+    unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
+    report = AttentionReport((), unwritten, cache.alike_on_a_gpu, min(lookups.ends, default=None), probe.unusual)
+    unknown = output.logits.isnan().any(-1)  # [2, ROWS]
+    if poisoned:
+        unknown[0, POISONED] = False
+    return probe, report, not bool(unknown.any())
 
 
 def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
@@ -311,24 +293,26 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
     layers, temperatures = DynamicCache(config=facts.model.config).layers, temperatures_of(facts)
     cached = {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
     known: dict[tuple[int, int | None], AttentionKind] = {}  # layers share a mask or two, which the calls keep alive
-    for call in probe.calls:
-        asked = id(call.mask), call.window
+    for module, mask, options in probe.calls:
+        layer, window = getattr(module, "layer_idx", None), options.get("sliding_window")
+        asked = id(mask), window
         if asked not in known:
-            known[asked] = limits_of_mask(call.mask, call.window, probe.masks, PADDING)
+            known[asked] = limits_of_mask(mask, window, probe.masks, PADDING)
         limits = known[asked]
         if flash and limits.chunk is not None:
             raise Unserved(f"has chunks of {limits.chunk} in its mask, which flash attention has none of")
-        if flash and limits.window != call.window:
+        if flash and limits.window != window:
             raise Unserved(
-                f"has a sliding window of {limits.window} in its mask and of {call.window} in its attention calls"
+                f"has a sliding window of {limits.window} in its mask and of {window} in its attention calls"
             )
-        kept, most = cached.get(call.layer), limits.most
+        kept, most = cached.get(layer), limits.most
         if kept is not None and (most is None or most > kept):
             raise Unserved(
                 f"has a cache that keeps {kept} tokens (sliding_window) under attention that "
                 + ("sees all of them" if most is None else f"sees {most}")
             )
-        yield replace(limits, sinks=call.sinks, temperature=temperatures.get(call.layer))
+        sinks = getattr(options.get("s_aux"), "dtype", None)
+        yield replace(limits, sinks=sinks, temperature=temperatures.get(layer))
 
 
 def check_linears(facts: Facts) -> None:
@@ -384,11 +368,13 @@ def limits_of_mask(
         made: masks and what they were made of.
         padding: of every sequence.
     """
-    for same in (operator.is_, _is_view, _is_copy):
-        if origins := [arguments for own, arguments in made if own is not None and same(mask, own)]:
-            break
-    else:
+    by_likeness: dict[int, list[dict[str, Any]]] = {}
+    for own, arguments in made:
+        by_likeness.setdefault(likeness(mask, own), []).append(arguments)
+    most = max(by_likeness, default=0)
+    if not most:
         raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
+    origins = by_likeness[most]
     if any(arguments.get("attention_mask") is None for arguments in origins):
         raise Unserved("leaves padding out of its attention mask")
     limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in origins}
@@ -399,20 +385,17 @@ def limits_of_mask(
     return limits.pop()
 
 
-def _is_view(mask: Any, own: Any) -> bool:
-    try:
-        return _is_like(mask, own) and mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-    except RuntimeError:  # a wrapper of tensors has no storage
-        return False
-
-
-def _is_copy(mask: Any, own: Any) -> bool:
-    return _is_like(mask, own) and bool((mask == own.to(mask.device)).all())
-
-
-def _is_like(mask: Any, own: Any) -> bool:
+def likeness(mask: Any, own: Any) -> int:
+    """How surely a mask is one that was made: 3, itself; 2, a view of its memory; 1, a copy; 0, it is not."""
+    if mask is own and own is not None:
+        return 3
     both = isinstance(mask, Tensor) and isinstance(own, Tensor)
-    return both and mask.dtype == own.dtype and mask.shape == own.shape
+    if not both or mask.dtype != own.dtype or mask.shape != own.shape:
+        return 0
+    with suppress(RuntimeError):  # a wrapper of tensors has no storage
+        if mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            return 2
+    return int((mask == own.to(mask.device)).all())
 
 
 def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,)) -> AttentionKind:
@@ -436,11 +419,10 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
         chunked = 1 < first < FAR and blind(first, 1)
         limits = AttentionKind(chunk=first) if chunked else AttentionKind(None if first == FAR else first)
         edge = limits.most or 4096
-        few = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
-        back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
-        axes = (torch.tensor(sorted(some), dtype=torch.int64, device="cpu") for some in (few, back))
-        row, distance = torch.meshgrid(*axes, indexing="ij")
-        row, distance = row[distance <= row], distance[distance <= row]
+        few = {0, 3, 7, 100, *(1 << i for i in range(20))}
+        few |= {edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1}
+        pairs = ((row, back) for row in few | {FAR} for back in few | {-1, -2, -100} if back <= row)
+        row, distance = torch.tensor(list(pairs), dtype=torch.int64, device="cpu").T
         expected = limits.seen(row, row - distance)
         exact = all(bool((sees(sequence, row, distance) == expected).all()) for sequence in range(len(padding)))
     except Exception as error:
@@ -450,15 +432,60 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
     return limits
 
 
+def piece(facts: Facts, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: int, end: int) -> Tensor:
+    """Logits [B, end − begin, V] of a piece of a text [B, n], behind what the cache holds."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = facts.model(
+        input_ids=ids[:, begin:end],
+        attention_mask=mask[:, :end],
+        position_ids=positions[:, begin:end],
+        **storing(facts.model, cache),
+        return_dict=True,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def least_piece(facts: Facts) -> int:
+    """Fewest tokens of a piece of a model's prompts behind the first, see :func:`~.runner.pieces`.
+
+    Whether layers begin with no state at every piece is no question of closeness, which rounding in half precision
+    would hide: a state that a piece left is made NaN, and the logits of the next piece show whether it was read. One
+    layer of each class, one of its states at a time.
+    """
+    mixers = mixers_of(facts)
+    if not mixers:
+        return 1
+    with trying(facts), suppress(Exception):
+        # What cannot be forwarded, the proof of its rows names.
+        if _begins_anew(facts):
+            return WHOLE_TOKENS
+    return SEVERAL_TOKENS if any(limit_of(module) is not None for _, module in mixers) else 1
+
+
+@fact
+def _begins_anew(facts: Facts) -> bool:
+    ids, first = torch.arange(2 * PIECE_TOKENS, device=facts.device)[None], DynamicCache(config=facts.model.config)
+    mask = torch.ones_like(ids)
+    piece(facts, first, ids, mask, 0, PIECE_TOKENS)
+    for layer in {type(module): module.layer_idx for _, module in reversed(mixers_of(facts))}.values():
+        for state in states_in(first.layers[layer]):
+            cache = copy.deepcopy(first)
+            states_in(cache.layers[layer])[state].fill_(torch.nan)
+            if bool(piece(facts, cache, ids, mask, PIECE_TOKENS, ids.shape[1]).isfinite().all()):
+                return True
+    return False
+
+
 class Lookups(TorchFunctionMode):
-    """Notes the shortest table of a model that a forward looks its tokens' positions up in.
+    """Notes the tables of a model that a forward looks its tokens' positions up in.
 
     Args:
         facts: of the model, whose parameters, buffers and other tensors are its tables.
         positions: int [B, R], as ``position_ids`` of the forward.
 
     Attributes:
-        end: positions that the table has entries for; ``None``: none was looked into.
+        ends: positions that the tables have entries for.
     """
 
     def __init__(self, facts: Facts, positions: Tensor) -> None:
@@ -466,7 +493,7 @@ class Lookups(TorchFunctionMode):
         self.positions = positions.flatten()
         # Other facts than the call's: the forward that is looked into may have a library rewrite its weights.
         self.owned = {tensor.data_ptr() for tensor in Facts(facts.model).tensors}
-        self.end: int | None = None
+        self.ends: list[int] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -483,8 +510,7 @@ class Lookups(TorchFunctionMode):
             return
         offset = indices - self.positions.to(indices.device)  # some tables begin with entries for padding
         if bool((offset == offset[0]).all()):
-            entries = table.shape[0] - int(offset[0])
-            self.end = entries if self.end is None else min(self.end, entries)
+            self.ends.append(table.shape[0] - int(offset[0]))
 
 
 def looked_up(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:

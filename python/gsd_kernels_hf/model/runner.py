@@ -29,8 +29,7 @@ from .cache import GraphCache, StateLayer, ask
 from .facts import Facts
 from .hidden import LAST, kept, listening
 from .linear import CpuLinear, RowLinear, own_bits, plain, with_cpu_linears
-from .probe import served, temperatures_of
-from .proof import WHOLE_TOKENS, least_piece
+from .probe import WHOLE_TOKENS, least_piece, served, temperatures_of
 from .properties import storing, text_config
 from .recurrent.mixers import ByDepth, Form, RowTree, mixers_of, states_of, with_mixers
 from .recurrent.windowed import Windowed, is_windowed

@@ -174,9 +174,7 @@ def check_sides(facts: Facts) -> None:
         own, last = apart(module), original_of(module)
         x = torch.zeros(1, 1, dtype=model.dtype, device=module.inv_freq.device)
         places = torch.tensor([[0, 1, last - 1, last]], dtype=torch.int64, device=x.device)
-        for long, reach in ((False, 3), (True, 4)):
-            side, want = frozen(module, long=long), own(x, places[:, :reach])
-            for given in (places, places[:, :3]):
-                both = zip(side(x, given), want, strict=True)
-                if not all(torch.equal(ours[:, :3], theirs[:, :3]) for ours, theirs in both):
-                    raise Unserved("has longrope of which the sides differ in more than their frequencies")
+        for long in (False, True):  # of texts that end on the other side, as the model's are on this one
+            ours, theirs = frozen(module, long=long)(x, places[:, : 4 - long]), own(x, places[:, : 3 + long])
+            if not all(torch.equal(mine[:, :3], its[:, :3]) for mine, its in zip(ours, theirs, strict=True)):
+                raise Unserved("has longrope of which the sides differ in more than their frequencies")

@@ -162,7 +162,7 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
         except (ValueError, OSError) as error:
             if drafter is None:
                 raise
-            warn_once((option, str(error)), "%s: what was loaded goes on drafting; now it is: %s", option, error)
+            warn_once("%s: what was loaded goes on drafting; now it is: %s", option, str(error))
         kept.pop(key, None)
         kept[key] = now, drafter
         for old in [key for key in kept if key[0] == option][:-KEPT_PLACES]:

@@ -122,14 +122,8 @@ COUNTS = (
 ).split()
 
 
-_said: set[tuple[str, ...]] = set()
-
-
-def warn_once(about: tuple[str, ...], message: str, *values: object) -> None:
-    """Log a warning, if it is the process's first ``about`` this."""
-    if about not in _said:
-        _said.add(about)
-        logger.warning(message, *values)
+# transformers' own: a warning, with values that it keeps, if it is the process's first of these.
+warn_once = logger.warning_once  # type: ignore[attr-defined]
 
 
 def check_counts(options: dict[str, Any]) -> dict[str, int]:
@@ -155,9 +149,8 @@ def check_generation_config(config: GenerationConfig) -> None:
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
-            warn_once(
-                (name,), "generation option %s=%r is not known to gsd_kernels and may have no effect", name, value
-            )
+            unknown = "generation option %s=%s is not known to gsd_kernels and may have no effect"
+            warn_once(unknown, name, repr(value))
         why, neutral = REFUSED.get(name, ("", (value,)))
         if value is not None and value not in neutral and name not in unread:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
@@ -485,15 +478,10 @@ def check_pair(
             f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; {cure}"
         )
     for token in ("bos_token_id", "eos_token_id"):
-        ids = [_as_set(getattr(text_config(m), token, None)) for m in (target, draft)]
+        given = [getattr(text_config(model), token, None) for model in (target, draft)]
+        ids = [{*value} if isinstance(value, (list, tuple)) else {value} - {None} for value in given]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
             raise Unsupported(
                 f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
                 f"tokenizers; {cure}"
             )
-
-
-def _as_set(value: Any) -> set[int]:
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, (list, tuple)) else {int(value)}
