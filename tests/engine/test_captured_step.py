@@ -82,7 +82,7 @@ def test_a_gpu_that_failed_for_good_ends_the_call_with_the_first_error(pair, cud
 def test_replays_on_other_streams_wait_for_each_other(cuda):
     """They share the workspace of the stream that they were captured on."""
     lane, one, two = replay.lane_of(torch.device("cpu")), cuda.new_stream(), cuda.new_stream()
-    graph, _ = lane.capture(lambda: torch.zeros(1))
+    graph = lane.capture(lambda: torch.zeros(1))[0]
     for stream in (one, one, two, one):
         with cuda.on(stream):
             graph()

@@ -293,8 +293,8 @@ class CapturedStep:
 
         return step
 
-    def _capture(self, function: Callable[[], Any]) -> tuple[replay.Graph, Any]:
+    def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record ``function`` without running it: what replays it, and what it returned."""
-        graph, result = replay.lane_of(self.session.state.tokens.device).capture(function, self.pool)
-        self.pool = graph.pool
-        return graph, result
+        lane = replay.lane_of(self.session.state.tokens.device)
+        again, self.pool, result = lane.capture(function, self.pool)
+        return again, result

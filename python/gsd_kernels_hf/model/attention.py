@@ -98,11 +98,6 @@ class AttentionKind:
         return self.chunk if self.window is None else self.window
 
 
-def windowed(windows: Iterable[int | None]) -> tuple[AttentionKind, ...]:
-    """The kinds of layers that ask for a window or none."""
-    return tuple(map(AttentionKind, windows))
-
-
 @dataclass
 class GraphInputs:
     """Inputs of the attention of graph rows; device tensors with static addresses. R rows over N graph nodes."""
@@ -271,13 +266,8 @@ def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
     return functools.wraps(function)(lambda _, *args, **kwargs: function(named, *args, **kwargs))
 
 
-def configs_of(model: nn.Module) -> list[PretrainedConfig]:
-    """Every config that a module of ``model`` may read its attention implementation from."""
-    return configs_in(model.modules())
-
-
 def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
-    """Every config of modules, and those inside them."""
+    """Every config that modules may read their attention implementation from, and those inside them."""
     configs: dict[int, PretrainedConfig] = {}
     waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
     while waiting:

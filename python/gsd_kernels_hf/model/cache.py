@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from torch.utils import _pytree as nested
+from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
-from gsd_kernels.graph import num_words
+from gsd_kernels.ops.state_rows import StateWindow
 from gsd_kernels.ops.write_kv.api import WRITE
 
-from .attention import AttentionKind, GraphInputs
-from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache, RowTree
+from .recurrent.mixers import ByDepth, Form, LinearAttentionLayer, RowsCache, RowTree
+from .recurrent.windowed import Recurrence, ShortConvolution, Windowed, is_windowed
 from .replay import hold, is_gpu
 
 _asked: ContextVar[Callable[[], None] | None] = ContextVar("asked", default=None)
@@ -76,22 +77,16 @@ class GraphLayer(CacheLayerMixin):
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.parent.positions is not None:
-            # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-            positions, spoiled = self.parent.rows_on(self.device)  # [B, R]
-            rows = key_states, value_states, positions
-            write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
-            return self.keys, self.values
-        ask()
-        begin = self.parent.prompt_length
-        end = begin + key_states.shape[2]
-        self.parent.check_room(end)
-        self.keys[:, :, begin:end] = key_states.nan_to_num()  # padding may hold anything, attention wants it finite
-        self.values[:, :, begin:end] = value_states.nan_to_num()
-        if self.parent.marks is not None:
-            zeros = (states * 0 for states in (key_states, value_states))  # NaN where they are not finite
-            self.parent.mark(sum(part.sum((1, 3), dtype=torch.float32) for part in zeros))
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        end, (batch, _, count, _) = None, key_states.shape
+        if self.parent.positions is None:
+            ask()
+            end = self.parent.prompt_length + count
+            self.parent.check_room(end)
+        # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
+        positions, spoiled = self.parent.rows_on(self.device, (batch, count))  # [B, R]
+        rows = key_states, value_states, positions
+        write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
+        return (self.keys, self.values) if end is None else (self.keys[:, :, :end], self.values[:, :, :end])
 
     def get_seq_length(self, *args: Any) -> int:
         # A layer that was left out, such as cross-attention of a text without images, asks whether it ever ran.
@@ -126,15 +121,18 @@ class StateLayer(LinearAttentionLayer, GraphLayer):
 
     def restart(self) -> None:
         """Keep no state of the last text; keys and values stay where they are."""
-        kept = (self.device, self.dtype) if self.is_initialized else (None, None)
+        device, dtype = self.device, self.dtype
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
-        self.device, self.dtype = kept
+        self.device, self.dtype = device, dtype
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states."""
-        states = (*self.conv_states.values(), *self.recurrent_states.values())
-        return sum(state.nbytes for state in states if state is not None)
+
+def held_by(value: Any) -> Iterator[Tensor]:
+    """The tensors that a layer or a form holds, and its parts."""
+    for leaf in nested.tree_leaves(vars(value)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, (Recurrence, ShortConvolution, StateWindow)):
+            yield from held_by(leaf)
 
 
 def grown(storage: Tensor, capacity: int) -> Tensor:
@@ -156,7 +154,6 @@ class GraphCache(RowsCache):
         capacity: positions.
         backend: of the op that writes rows.
         stacked: keys and values of all layers, which are alike, in one allocation.
-        recurrent: layers that keep recurrent states, and how many.
 
     Attributes:
         block: [layers, 2, B, Hkv, capacity, D], what layers are views of where they are stacked.
@@ -165,7 +162,6 @@ class GraphCache(RowsCache):
         begun: whether the forms go on from the states of a prompt.
         marks: float32 [B], NaN for a text with a key or value that is not finite in its prompt; ``None``: nobody asks.
         positions: int64 [B, R], where graph rows are written; ``None`` while none are forwarded.
-        spoiled: float32 [B, R or more], NaN for such a row: of the last rows, one part a device.
     """
 
     block: Tensor | None = None
@@ -179,9 +175,8 @@ class GraphCache(RowsCache):
         backend: str = "auto",
         *,
         stacked: bool = False,
-        recurrent: Mapping[int, int] | None = None,
     ) -> None:
-        self.capacity, self.stacked = capacity, stacked
+        self.capacity, self.stacked, self.backend = capacity, stacked, backend
         self.by_length: frozenset[int] = frozenset()
         self.forms: dict[tuple[int, type], Form] = {}
         self.begun = False
@@ -189,28 +184,32 @@ class GraphCache(RowsCache):
         self.write_backend = backend if backend in WRITE.implementations else "auto"
         self.prompt_length = 0
         self._rows: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # positions and marks of rows, by device
-        self.spoiled: list[Tensor] = []
-        layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}
+        states = {
+            index: layer.number_of_states
+            for index, layer in enumerate(DynamicCache(config=config).layers)
+            if isinstance(layer, LinearAttentionLayer)
+        }
         super().__init__(
             layers=[
                 StateLayer(self, index, states[index]) if index in states else GraphLayer(self, index)
-                for index in range(layers)
+                for index in range(config.get_text_config(decoder=True).num_hidden_layers)
             ]
         )
 
-    def form_of(self, module: Any, make: Callable[[Any, StateLayer], Form]) -> Form:
+    def form_of(self, module: Any, block: int = 0) -> Form:
         """How the rows of a module that keeps a state are computed: one form, by whatever view of the model it comes.
 
-        make: called with the module and its layer where there is none yet.
+        block: tokens between two states of a module that keeps a window of the text; 0: by depth.
         """
-        key = module.layer_idx, type(module)
+        key, layer = (module.layer_idx, type(module)), self.layers[module.layer_idx]
         if key not in self.forms:
-            self.forms[key] = make(module, self.layers[module.layer_idx])
+            windowed = block and is_windowed(module)
+            self.forms[key] = Windowed(module, layer, block, self.backend) if windowed else ByDepth(module, layer)
         return self.forms[key]
 
     def restart(self, length: int) -> None:
         """Begin a prompt of which ``length`` positions are stored: where there are recurrent states, all or none."""
-        self.prompt_length = length
+        self.prompt_length, self._rows = length, {}
         if self.marks is not None:
             self.marks.zero_()
         if length and self.begun:
@@ -226,10 +225,6 @@ class GraphCache(RowsCache):
         if not self.begun:
             for form in self.forms.values():
                 form.begin()
-            staying = {id(form.layer) for form in self.forms.values() if not form.takes_states}
-            for form in self.forms.values():
-                if id(form.layer) not in staying:
-                    form.layer.restart()
             self.begun = True
 
     @property
@@ -258,49 +253,6 @@ class GraphCache(RowsCache):
         if positions > self.capacity:
             raise ValueError(f"cache: full, {positions} positions needed and {self.capacity} allocated")
 
-    def launch(
-        self,
-        config: PretrainedConfig,
-        kv_len: Tensor,
-        kv_start: Tensor,
-        count: int,
-        nodes: int,
-        kinds: Iterable[AttentionKind],
-        backend: str,
-    ) -> None:
-        """Write keys of ``count`` rows behind the prefix and attend, once for each geometry of layers and kind of call.
-
-        Kernels are compiled when they are first launched. Layers that have stored nothing yet are passed over.
-
-        Args:
-            config: of the layers.
-            kv_len, kv_start: int32 [B], the prefix; what lies behind it is written.
-            count: rows.
-            nodes: slots that a row may see behind the prefix.
-            kinds: of the attention calls; of none, keys are stored only.
-            backend: of the attention.
-        """
-        layers = {(layer.keys.shape, layer.values.shape): layer for layer in self.layers if layer.is_initialized}
-        queries = config.num_attention_heads
-        group = queries // (getattr(config, "num_key_value_heads", None) or queries)
-        for layer in layers.values():
-            batch, heads, _, size = layer.keys.shape
-            lengths, starts = kv_len.to(layer.device), kv_start.to(layer.device)
-            new = [
-                cached.new_zeros(batch, count, cached.shape[1], cached.shape[3]).transpose(1, 2)
-                for cached in (layer.keys, layer.values)
-            ]
-            positions = lengths[:, None].long() + torch.arange(count, device=layer.device)
-            spoiled = self.new_marks(count, layer.device)
-            write_kv(layer.keys, layer.values, *new, positions, spoiled=spoiled, backend=self.write_backend)
-            zeros, capped = lengths.new_zeros, {"softcap": getattr(config, "attn_logit_softcapping", None)}
-            graph = zeros(batch, count, num_words(nodes)), lengths, starts, zeros(batch, count), zeros(batch, nodes)
-            query = layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2)
-            for kind in dict.fromkeys(kinds):
-                sinks = None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks)
-                inputs = GraphInputs(*graph, backend, (kind,))
-                inputs.attend(None, query, layer.keys, layer.values, None, None, {"s_aux": sinks, **capped})
-
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
         if self.positions is None or layer_idx not in self.by_length:
@@ -318,38 +270,51 @@ class GraphCache(RowsCache):
     @contextmanager
     def writing(self, positions: Tensor, tree: RowTree | None = None) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
-        self.positions, self.tree, self._rows, self.spoiled = positions, tree, {}, []
+        self.positions, self.tree, self._rows = positions, tree, {}
         try:
             yield
         finally:
             self.positions, self.tree = None, None
 
-    def new_marks(self, count: int, device: torch.device, *, of_texts: bool = False) -> Tensor | None:
-        """Zeros [B, count] that get NaN at rows with a key or value that is not finite; ``None``: nobody asks.
+    def rows_on(self, device: torch.device, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Where to write rows [B, R], and their marks, the text's to begin with: once for every device of a forward.
 
-        ``of_texts``: the texts' own marks, and not zeros.
+        NaN is the mark of a row with a key or value that is not finite; ``None``: nobody asks.
         """
-        if self.marks is None:
-            return None
-        if of_texts:
-            return self.marks.to(device)[:, None].repeat(1, count)
-        return torch.zeros(len(self.marks), count, dtype=torch.float32, device=device)
-
-    def rows_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Where to write rows [B, R], and their marks: once a step for every device of a sharded model."""
         if device not in self._rows:
-            assert self.positions is not None
-            marks = self.new_marks(self.positions.shape[1], device)
-            self._rows[device] = self.positions.to(device, non_blocking=True), marks
-            self.spoiled += [] if marks is None else [marks]
+            batch, count = shape
+            places, marks = self.positions, self.marks
+            if places is None:  # a prompt's
+                places = torch.arange(self.prompt_length, self.prompt_length + count, device=device).repeat(batch, 1)
+            if marks is not None:
+                marks = marks.to(device)[:, None].repeat(1, count)
+            self._rows[device] = places.to(device, non_blocking=True), marks
         return self._rows[device]
 
-    def mark(self, spoiled: Tensor) -> None:
-        """Take marks [B, R] of a piece of the prompt, but for those of its padding."""
-        assert self.marks is not None
-        if self.padding is not None and self.padding.shape == spoiled.shape:
-            spoiled = spoiled.masked_fill(self.padding.to(spoiled.device) == 0, 0.0)
-        self.marks += spoiled.sum(1).to(self.marks.device)
+    @property
+    def spoiled(self) -> list[Tensor]:
+        """Marks of the last rows, float32 [B, R]: one part a device, none where nobody asks."""
+        return [marks for _, marks in self._rows.values() if marks is not None]
+
+    def advance(self, length: int) -> None:
+        """Take what was just stored for the prompt up to ``length``."""
+        self._mark(self.padding)
+        self.prompt_length, self._rows = length, {}
+
+    def keep_marks(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """Mark texts [B] of which a row that was just forwarded is accepted and was marked itself."""
+        place = torch.arange(accepted_rows.shape[1], device=accepted_rows.device)
+        self._mark(place < num_accepted[:, None], accepted_rows)
+
+    def _mark(self, kept: Tensor | None, rows: Tensor | None = None) -> None:
+        """Mark texts of whose last rows one is marked: of ``rows`` [B, P], or all, those that are ``kept``."""
+        for part in self.spoiled:
+            assert self.marks is not None
+            if rows is not None:
+                part = part.gather(1, rows.clamp(min=0).to(part.device, torch.int64))
+            if kept is not None and kept.shape == part.shape:
+                part = part.masked_fill(kept.to(part.device) == 0, 0.0)
+            self.marks += part.sum(1).to(self.marks.device)
 
     def marked(self, logits: Tensor) -> Tensor:
         """Logits [B, R, V] of the last rows that were forwarded, NaN where transformers' are.
@@ -357,24 +322,11 @@ class GraphCache(RowsCache):
         Those of rows with a key or value that is not finite, which are stored finite, and of all rows of a text with
         one in its prompt.
         """
-        if self.marks is None:
-            return logits
-        found = (self.marks, *self.spoiled)
+        found = self.spoiled
         if all(type(part) is Tensor and part.device.type == "cpu" and not part.numpy().any() for part in found):
             return logits  # marks are 0 or NaN
-        marks = self.marks.to(logits.device)[:, None]  # [B, 1], then [B, R]
-        for part in self.spoiled:
-            marks = marks + part[:, -logits.shape[1] :].to(logits.device)
+        marks: Any = sum(part[:, -logits.shape[1] :].to(logits.device) for part in found)  # [B, R]
         return logits + marks[..., None].to(logits.dtype)
-
-    def keep_marks(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
-        """Mark texts [B] of which a row that was just forwarded is accepted and was marked itself."""
-        if self.marks is None:
-            return
-        kept = torch.arange(accepted_rows.shape[1], device=accepted_rows.device) < num_accepted[:, None]  # [B, P]
-        for part in self.spoiled:
-            marks = part.gather(1, accepted_rows.clamp(min=0).to(part.device, torch.int64))  # [B, P]
-            self.marks += marks.masked_fill(~kept.to(part.device), 0.0).sum(1).to(self.marks.device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
@@ -404,7 +356,6 @@ class GraphCache(RowsCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated so far."""
-        stored = sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
-        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
-        return stored + states + sum(form.nbytes for form in self.forms.values())
+        """Bytes allocated so far; what several hold counts once."""
+        held = (tensor for one in (*self.layers, *self.forms.values()) for tensor in held_by(one))
+        return sum({id(tensor): tensor.nbytes for tensor in held}.values())

@@ -106,29 +106,24 @@ def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear]
     unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
     if unserved or getattr(model, "_device_mesh", None) is not None or foreign_code(Facts.of(model)) is not None:
         return model
-    view: PreTrainedModel = seen(model, lambda module: _as(kind, module))
+
+    def instead(module: Any) -> Any:
+        if type(module) is not nn.Linear or not serves(module.weight, kind):
+            return module
+        linear = copy.copy(module)
+        linear.__class__ = kind
+        return linear
+
+    view: PreTrainedModel = seen(model, instead)
     return view
 
 
-def _as(kind: type[CpuLinear], module: Any) -> Any:
-    if type(module) is not nn.Linear or not (serves(module.weight) or (kind is RowLinear and is_plain(module.weight))):
-        return module
-    linear = copy.copy(module)
-    linear.__class__ = kind
-    return linear
-
-
-def serves(weight: Tensor) -> bool:
-    """Return whether PyTorch's own products are slower for this weight."""
+def serves(weight: Tensor, kind: type[CpuLinear] = CpuLinear) -> bool:
+    """Return whether the operator takes this weight, and PyTorch's own products are slower or have other bits."""
     # Hardware for bfloat16 is what PyTorch's products use and these do not.
-    served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
-    return is_plain(weight) and weight.dtype in served
-
-
-def is_plain(weight: Tensor) -> bool:
-    """Return whether the operator takes this weight."""
+    slower = (torch.float32,) if kind is CpuLinear and torch.cpu._is_avx512_bf16_supported() else FLOATS
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.dtype in FLOATS
+    return plain and weight.dtype in slower
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from .facts import Facts, described, fact, is_shipped
 from .hidden import hooked
 from .modes import Unserved, Unsupported
 from .properties import storing, text_config
-from .recurrent.mixers import ByDepth, RowTree, limit_of, mixers_of, states_in, states_of, with_mixers
+from .recurrent.mixers import RowTree, limit_of, mixers_of, states_in, with_mixers
 from .sides import check_sides
 
 CACHED = 3  # positions that the cache holds already
@@ -147,7 +147,7 @@ class ProbeCache(GraphCache):
     """A cache that notes whether layers ask for its length, which means nothing to graph rows; for ``facts``' model."""
 
     def __init__(self, facts: Facts) -> None:
-        super().__init__(facts.model.config, CACHED + ROWS, recurrent=states_of(facts))
+        super().__init__(facts.model.config, CACHED + ROWS)
         self.prompt_length, self.by_length = CACHED, frozenset(temperatures_of(facts))
         self.input_device = facts.device
         self.asked: set[int | None] = set()  # layers; what asks before one has stored something may be the model
@@ -231,7 +231,7 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, b
     if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
         none = torch.full((2, ROWS), -1, device=device)
         cache.tree = RowTree(none, torch.zeros_like(none))
-        model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
+        model = with_mixers(model, cache.form_of)
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % facts.vocabulary
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0

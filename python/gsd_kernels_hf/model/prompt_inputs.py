@@ -61,12 +61,6 @@ class PromptInputs:
         positions = self.kwargs.get("position_ids")
         return () if positions is None else tuple(positions.shape[:-2])
 
-    @property
-    def names(self) -> str:
-        """Of what the prompt has beside text, and of its parts: images, videos, sounds."""
-        parts = {name: self.kwargs.get(name) for name in self.unread}
-        return ", ".join(f"{n} ({', '.join(sorted(v))})" if isinstance(v, dict) and v else n for n, v in parts.items())
-
     def ahead(self, kv_start: Tensor) -> Tensor:
         """How far the positions behind the prompt are ahead of those of tokens, int64 [*axes, B, 1].
 
@@ -142,7 +136,7 @@ class RowsBehindInputs(RowModel):
         self.cache.padding = inputs.kwargs.get("attention_mask")
         with listening(model, self.hidden_layers) as hidden:
             inputs.read(model, self.cache, logits_to_keep=kept(keep, length, self.hidden_layers, model))
-        self.cache.prompt_length = length
+        self.cache.advance(length)
         if listener is not None:
             listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
 
@@ -168,20 +162,21 @@ def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
     Raises:
         Unsupported: the logits differ, there are none, or positions or ranks are of a kind that is not served.
     """
-    for found, whose in (
-        (getattr(facts.model, "_device_mesh", None) is not None, "that is sharded among ranks"),
-        (longropes_of(facts), "with longrope"),
-    ):
-        if found:
-            raise Unsupported(f"{inputs.unread[0]}: not supported of a model {whose}; {LEAVE_OUT}")
+    whose = "with longrope" if longropes_of(facts) else None
+    if getattr(facts.model, "_device_mesh", None) is not None:
+        whose = "that is sharded among ranks"
+    if whose is not None:
+        raise Unsupported(f"{inputs.unread[0]}: not supported of a model {whose}; {LEAVE_OUT}")
     kv_start = kv_start.to(facts.device)
-    way = f"rows behind {inputs.names}, {inputs.axes}, {inputs.kwargs.get('attention_mask') is not None}"
+    parts = {name: inputs.kwargs.get(name) for name in inputs.unread}  # images, videos, sounds
+    kinds = ((name, *sorted(value)) if isinstance(value, dict) else name for name, value in parts.items())
+    way = check_inputs, *kinds, inputs.axes, inputs.kwargs.get("attention_mask") is not None
     named = {v for config in facts.configs for k, v in vars(config).items() if k.endswith(NAMED) and isinstance(v, int)}
     last = sorted(named.intersection(inputs.input_ids[:, -1].tolist()))
     end = f" where prompts end in {last}, which is no word" if last else ""
     own = partial(_own, inputs=inputs)
     ours = partial(_ours, inputs=inputs, kv_start=kv_start)
-    difference = facts.proved(way + end, lambda: proof.difference(facts, ours, own, own))
+    difference = facts.proved((*way, end), lambda: proof.difference(facts, ours, own, own))
     if difference is not None:
         raise Unsupported(
             f"{', '.join(inputs.unread)}: {type(facts.model).__name__} cannot be forwarded with graph rows behind "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class CaptureLane:
         self._replayed = torch.cuda.Event()  # behind the last replay
         self._replayed_on: torch.cuda.Stream | None = None
 
-    def capture(self, function: Callable[[], Any], pool: Any = None) -> tuple[Graph, Any]:
+    def capture(self, function: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any, Any]:
         """Record what ``function`` does on the GPU, without running it.
 
         Args:
@@ -94,23 +94,26 @@ class CaptureLane:
             pool: memory to share with graphs that never run at the same time; ``None``: of its own.
 
         Returns:
-            The graph, and what ``function`` returned, whose tensors every replay writes.
+            What replays the graph, its memory, and what ``function`` returned, whose tensors every replay writes.
 
         Raises:
             CaptureError: something in it cannot be captured.
             DeviceLostError: the GPU failed for good.
         """
         first: list[Exception] = []
-
-        def noted() -> Any:
-            try:
-                return function()
-            except Exception as error:  # ending a capture that broke off raises another error in its place
-                first.append(error)
-                raise
-
         try:
-            return self._capture(noted, pool)
+            here = torch.cuda.current_stream(self.device)
+            # The stream again, because PyTorch leaves the thread on the captured one where a capture fails.
+            with self._capturing, torch.cuda.device(self.device), torch.cuda.stream(here):
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may use the GPU meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+                    try:
+                        result = function()
+                    except Exception as error:  # ending a capture that broke off raises another error in its place
+                        first.append(error)
+                        raise
+                return partial(self.replay, graph), graph.pool(), result
         except RuntimeError as error:
             cause = first[0] if first else error
         if not isinstance(cause, RuntimeError):  # a mistake of the function, captured or not
@@ -118,16 +121,6 @@ class CaptureLane:
         if lost(self.device) is not None:
             raise DeviceLostError(f"the GPU is unusable after an error: {one_line(cause)}") from cause
         raise CaptureError(one_line(cause)) from cause
-
-    def _capture(self, function: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
-        here = torch.cuda.current_stream(self.device)
-        # The stream again, because PyTorch leaves the thread on the captured one where a capture fails.
-        with self._capturing, torch.cuda.device(self.device), torch.cuda.stream(here):
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the GPU meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
-                result = function()
-            return Graph(self, graph), result
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Queue a graph on the thread's current stream, behind the last one of this GPU."""
@@ -138,23 +131,6 @@ class CaptureLane:
             graph.replay()
             self._replayed.record(stream)
             self._replayed_on = stream
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A captured graph of one GPU."""
-
-    lane: CaptureLane
-    graph: torch.cuda.CUDAGraph
-
-    def __call__(self) -> None:
-        """Replay it."""
-        self.lane.replay(self.graph)
-
-    @property
-    def pool(self) -> Any:
-        """Its memory, for graphs that never run at the same time."""
-        return self.graph.pool()
 
 
 _lanes: dict[torch.device, CaptureLane] = {}
@@ -179,10 +155,10 @@ def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], 
     if not is_gpu(device):
         return function
     function()  # compiles kernels and makes storage
-    graph, results = lane_of(device).capture(function)
+    replay, _, results = lane_of(device).capture(function)
 
     def call() -> Any:
-        graph()
+        replay()
         return results
 
     return call

@@ -10,29 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels.environment import forcing
-from gsd_kernels.graph import pack_bits
+from gsd_kernels.graph import num_words, pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
 from gsd_kernels.ops.step import FedRows, feed_rows
 
 from ..packed.modules import dtype_of, matrix_of, shape_of
 from . import replay
 from .attention import AttentionKind, GraphInputs, switched_configs
-from .cache import GraphCache, StateLayer, ask
+from .cache import GraphCache, ask
 from .facts import Facts
 from .hidden import LAST, kept, listening
 from .linear import CpuLinear, RowLinear, own_bits, plain, with_cpu_linears
 from .probe import WHOLE_TOKENS, least_piece, served, temperatures_of
 from .properties import storing, text_config
-from .recurrent.mixers import ByDepth, Form, RowTree, mixers_of, states_of, with_mixers
-from .recurrent.windowed import Windowed, is_windowed
+from .recurrent.mixers import RowTree, mixers_of, with_mixers
 from .sides import Sides, longropes_of
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
@@ -61,6 +60,8 @@ class CachedText:
     Attributes:
         device, backend, vocab_size: of the model whose rows :meth:`feed` makes, and of its operators.
         kv_start: as above, on that device.
+        sizes, kinds: of its layers, and of their attention calls.
+        ids_dtype: of what it reads: int64 by modules, int32 as one operator.
     """
 
     ids_dtype = torch.int64
@@ -68,6 +69,8 @@ class CachedText:
     backend: str
     vocab_size: int
     kv_start: Tensor
+    sizes: PretrainedConfig
+    kinds: tuple[AttentionKind, ...]
 
     def __init__(self, model: Any, cache: GraphCache, kv_start: Tensor) -> None:
         facts = Facts.of(model)
@@ -145,6 +148,34 @@ class CachedText:
         self.after = fed.after
         return fed
 
+    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
+        """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.
+
+        For each geometry of layers keys are written behind the prefix, ``kv_len`` int32 [B], and for each kind of call
+        attended to. Layers that have stored nothing yet are passed over. An operator was compiled ahead.
+        """
+        if self.ids_dtype is torch.int32:
+            return
+        stored = [layer for layer in self.cache.layers if layer.is_initialized]
+        queries = self.sizes.num_attention_heads
+        group = queries // (getattr(self.sizes, "num_key_value_heads", None) or queries)
+        capped = {"softcap": getattr(self.sizes, "attn_logit_softcapping", None)}
+        places = kv_len[:, None].long() + torch.arange(count, device=kv_len.device)
+        for layer in {(layer.keys.shape, layer.values.shape): layer for layer in stored}.values():
+            batch, heads, _, size = layer.keys.shape
+            kept = layer.keys, layer.values
+            new = (t.new_zeros(batch, count, t.shape[1], t.shape[3]).transpose(1, 2) for t in kept)
+            with self.cache.writing(places):
+                layer.update(*new)
+            lengths, starts = kv_len.to(layer.device), self.kv_start.to(layer.device)
+            zeros = lengths.new_zeros
+            graph = zeros(batch, count, num_words(nodes)), lengths, starts, zeros(batch, count), zeros(batch, nodes)
+            query = layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2)
+            for kind in dict.fromkeys(self.kinds):
+                sinks = None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks)
+                inputs = GraphInputs(*graph, self.backend, (kind,))
+                inputs.attend(None, query, layer.keys, layer.values, None, None, {"s_aux": sinks, **capped})
+
 
 class RowModel(CachedText):
     """A causal language model that takes rows of a graph.
@@ -183,12 +214,11 @@ class RowModel(CachedText):
         facts = Facts.of(model)
         report = served(facts)
         if cache is None:
-            states = states_of(facts)
-            cache = GraphCache(facts.model.config, capacity, backend, stacked=report.stacked, recurrent=states)
+            cache = GraphCache(facts.model.config, capacity, backend, stacked=report.stacked)
         super().__init__(facts, cache, kv_start)
         self.configs = facts.configs  # switched for every forward by itself, and as they were in between
         self.storing = storing(facts.model, cache)
-        self.kinds = report.kinds
+        self.sizes, self.kinds = text_config(facts.model), report.kinds
         self.positions = report.positions  # of a table that has an end
         cache.by_length |= temperatures_of(facts).keys()
         self.backend, self.block, self.least = backend, block, least_piece(facts)
@@ -202,7 +232,8 @@ class RowModel(CachedText):
         self.hidden: Mapping[int, Tensor] = {}
         self.reused = 0  # positions of the current prompt that were there
         self.why_modules: str | None = None  # what keeps the rows from being one operator
-        self.tree: RowTree | None = None  # of the rows since the text, for layers that keep a state
+        none = torch.zeros(len(kv_start), 0, dtype=torch.int64, device=self.device)
+        self.tree = RowTree(none, none)  # of the rows since the text, for layers that keep a state
         self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
 
     @cached_property
@@ -210,7 +241,7 @@ class RowModel(CachedText):
         """The same model and weights, with linear layers for few rows and recurrent layers for rows of graphs."""
         model = with_cpu_linears(self.model, self.backend, RowLinear if self.block else CpuLinear)
         if self.recurrent:
-            model = with_mixers(model, lambda module: self.cache.form_of(module, self.new_form))
+            model = with_mixers(model, partial(self.cache.form_of, block=self.block))
         return model if self.sides is None else self.sides.view(model)
 
     def watch(self) -> None:
@@ -220,12 +251,6 @@ class RowModel(CachedText):
         """
         if getattr(self.model, "_device_mesh", None) is None:
             self.cache.marks = torch.zeros(len(self.kv_start), dtype=torch.float32, device=self.device)
-
-    def new_form(self, module: nn.Module, layer: StateLayer) -> Form:
-        """How the rows of a module with a recurrent state are computed."""
-        if self.block and is_windowed(module):
-            return Windowed(module, layer, self.block, self.backend)
-        return ByDepth(module, layer)
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
@@ -261,7 +286,7 @@ class RowModel(CachedText):
     ) -> None:
         """Cache the prompt [B, P] from ``reused`` on; ``listener`` gets the hidden states of every chunk."""
         (batch, length), mask = input_ids.shape, None if attention_mask is None else attention_mask.to(self.device)
-        ids = self.known(input_ids.to(self.device))
+        ids = input_ids.to(self.device)
         if self.positions is not None:
             self.check_length("input_ids", length - int(self.kv_start.min()))
         if self.prompt_rows is not None:
@@ -269,7 +294,7 @@ class RowModel(CachedText):
         for begin, end in pieces(self.reused, length, chunk, self.least):
             ask()
             hidden = self.read_piece(ids[:, begin:end], mask, begin, last=end == length)
-            self.cache.prompt_length = end
+            self.cache.advance(end)
             if listener is not None:
                 listener(hidden, begin)
 
@@ -287,7 +312,8 @@ class RowModel(CachedText):
         self.cache.padding = None if mask is None else mask[:, begin:]
         with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
             self.stepping(
-                input_ids=ids,
+                # Beyond this model's vocabulary, where another one is padded further, ids read as token 0.
+                input_ids=torch.where(ids < self.vocab_size, ids, 0),
                 attention_mask=mask,
                 position_ids=positions[:, begin:],
                 **self.storing,
@@ -367,12 +393,9 @@ class RowModel(CachedText):
         Behind those that were forwarded before, where an int says that these are not the first of their text.
         """
         self.cache.begin_rows()
-        own, earlier = None, None
-        if isinstance(slots, Tensor):
-            own = slots.to(self.device, torch.int64).expand(shape)  # [B, R]
-        elif self.tree is not None:
-            earlier = self.tree.until(stem + slots)
-        self.tree = RowTree.of(ancestor_mask, shape[1], slots=own, earlier=earlier, stem=stem)
+        own = slots.to(self.device, torch.int64).expand(shape) if isinstance(slots, Tensor) else None  # [B, R]
+        earlier = self.tree.until(stem + slots if own is None else 0)
+        self.tree = earlier.followed(ancestor_mask, shape[1], own, stem)
         # No path that can be accepted is longer; sequences that ended may have rows that are.
         return self.tree.shallow(self.block) if self.block else self.tree
 
@@ -388,22 +411,10 @@ class RowModel(CachedText):
                 "of a text would have to be read; make it shorter"
             )
 
-    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
-        """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.
-
-        kv_len: int32 [B], positions that are stored.
-        """
-        config = text_config(self.model)
-        self.cache.launch(config, kv_len, self.kv_start, count, nodes, self.kinds, self.backend)
-
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""
         dtype = dtype_of(self.model.get_output_embeddings())
         return torch.zeros(len(self.kv_start), count, self.vocab_size, dtype=dtype, device=self.device)
-
-    def known(self, token_ids: Tensor) -> Tensor:
-        """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""
-        return torch.where(token_ids < self.vocab_size, token_ids, 0)
 
 
 PROMPT_ROWS = 512
@@ -509,27 +520,16 @@ class FusedRows(RowModel):
 
     def read_piece(self, ids: Tensor, mask: Tensor | None, begin: int, *, last: bool) -> Mapping[int, Tensor]:
         """Read as :meth:`RowModel.read_piece` does. Padding is where ``kv_start`` says."""
-        (batch, count), device, end = ids.shape, self.device, begin + ids.shape[1]
-        self.cache.check_room(end)
-        at = torch.arange(begin, end, dtype=torch.int32, device=device)  # [R]
-        pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
+        (batch, count), device = ids.shape, self.device
+        self.cache.check_room(begin + count)
+        kv_len = torch.full((batch,), begin, dtype=torch.int32, device=device)
+        depths = torch.arange(count, dtype=torch.int32, device=device).repeat(batch, 1)  # [B, R]
+        fed = self.feed(ids, kv_len, 0, depths, depths, 0)
+        pads = fed.positions < 0  # [B, R]; they see themselves alone, and nobody sees them
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()  # [R, R]
         seen = (causal & ~pads[:, None, :]) | torch.eye(count, dtype=torch.bool, device=device)  # [B, R, R]
-        self.cache.padding, spoiled = ~pads, self.cache.new_marks(count, device)
-        self._forward(
-            ids.to(torch.int32),
-            (at - self.kv_start[:, None]).clamp(min=0),
-            at.expand(batch, -1),
-            pack_bits(seen),
-            (at - begin).expand(batch, -1),
-            torch.full((batch,), begin, dtype=torch.int32, device=device),
-            keep=int(last and LAST in self.hidden_layers),
-            # Of what lies behind, a GPU would have memory for attention's partial sums, and blocks without work.
-            seen=end if self.operator == "cuda" else None,
-            spoiled=spoiled,
-        )
-        if spoiled is not None:
-            self.cache.mark(spoiled)
+        self.cache.padding, fed = ~pads, fed._replace(positions=fed.positions.clamp(min=0))
+        self.forward(fed, pack_bits(seen), kv_len, depths, int(last and LAST in self.hidden_layers), end=begin + count)
         return self.hidden
 
     def forward(
@@ -539,34 +539,29 @@ class FusedRows(RowModel):
         kv_len: Tensor,  # int32 [B]
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
-        tree: RowTree | None,
+        tree: RowTree | None = None,
+        *,
+        end: int | None = None,
     ) -> Tensor:
-        """Forward rows as they were fed; see :meth:`RowModel.forward`."""
-        marks = self.operator == "cuda"  # it marks logits itself, by the marks that it is given
-        spoiled = self.cache.new_marks(fed.ids.shape[1], self.device, of_texts=marks)  # [B, R]
-        rows = fed.ids, fed.positions, fed.places, ancestor_mask, node_depths.to(torch.int32), kv_len
-        logits = self._forward(*rows, keep=keep, spoiled=spoiled)  # [B, keep, V]
-        self.cache.spoiled = [] if spoiled is None else [spoiled]
-        return logits if marks else self.cache.marked(logits)
+        """Forward rows as they were fed; see :meth:`RowModel.forward`.
 
-    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
-        """Nothing: the operator was compiled ahead, for sizes known at run time."""
-
-    def _forward(self, *rows: Tensor, keep: int, seen: int | None = None, spoiled: Tensor | None = None) -> Tensor:
-        """Logits of the last ``keep`` rows.
-
-        Args:
-            rows: int32 token_ids, positions, slots, ancestor_mask, node_depths and kv_len, as of the operator.
-            keep, spoiled: likewise.
-            seen: positions of the cache that any row reads or writes, at most.
+        end: of the positions of the cache that any row reads or writes.
         """
-        keys, values = storage_of(self.cache, self.weights, len(rows[0]))  # [B, Hkv, capacity, D] a layer
-        if seen is not None:
-            keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
-        with forcing(self.settings):
+        keys, values = storage_of(self.cache, self.weights, len(fed.ids))  # [B, Hkv, capacity, D] a layer
+        on_gpu = self.operator == "cuda"
+        if on_gpu and end is not None:
+            # Of what lies behind, it would have memory for attention's partial sums, and blocks without work.
+            keys, values = ([cache[:, :, :end] for cache in caches] for caches in (keys, values))
+        with forcing(self.settings), self.cache.writing(fed.places):
+            places, spoiled = self.cache.rows_on(self.device, fed.ids.shape)  # [B, R]
             logits, hidden, read_by = decoder_rows(
                 self.weights,
-                *rows,
+                fed.ids,
+                fed.positions,
+                places,
+                ancestor_mask,
+                node_depths.to(torch.int32),
+                kv_len,
                 self.kv_start,
                 keys,
                 values,
@@ -578,4 +573,4 @@ class FusedRows(RowModel):
         dtype = self.weights.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
         self.hidden |= zip(self.states, read_by.to(dtype), strict=True)  # [B, R, D] each
-        return logits.to(dtype)
+        return logits.to(dtype) if on_gpu else self.cache.marked(logits.to(dtype))  # there the operator marks them

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-import weakref
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -115,14 +116,18 @@ class Vocabulary:
             ValueError: its tokens are no bytes that are known here.
         """
         check_tokenizer(tokenizer, name)
-        count, vocabulary = _known.get(tokenizer, (None, None))
-        if vocabulary is None or count != len(tokenizer):
-            vocabulary = _read(tokenizer, name)
-            _known[tokenizer] = len(tokenizer), vocabulary
-        return vocabulary
+        return _once(tokenizer, tokenizer, lambda: _read(tokenizer, name))
 
 
-_known: weakref.WeakKeyDictionary[Any, tuple[int, Vocabulary]] = weakref.WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+def _once(tokenizer: Any, other: Any, find: Callable[[], Any]) -> Any:
+    """Find something of a tokenizer, which is ``other`` then, or of two: once as long as they have as many tokens."""
+    known, sizes = _known.setdefault(tokenizer, WeakKeyDictionary()), (len(tokenizer), len(other))
+    if known.get(other, (None,))[0] != sizes:
+        known[other] = sizes, find()
+    return known[other][1]
 
 
 def check_tokenizer(tokenizer: Any, name: str) -> None:
@@ -232,16 +237,15 @@ class Translation:
         both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         for name, one in both.items():
             check_tokenizer(one, name)
-        drafts = _shared.setdefault(tokenizer, weakref.WeakKeyDictionary())
-        sizes = len(tokenizer), len(assistant_tokenizer)
-        known, shared = drafts.get(assistant_tokenizer, (None, None))
-        if known != sizes:
-            same = tokenizer.get_vocab() == assistant_tokenizer.get_vocab()
-            shared = None if same else SharedTokens.of(*(Vocabulary.of(one, name) for name, one in both.items()))
-            drafts[assistant_tokenizer] = sizes, shared
-        if shared is None:
-            return None
-        return cls(*both.values(), *(Vocabulary.of(one, name) for name, one in both.items()), shared)
+
+        def find() -> tuple[Any, ...] | None:
+            if tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
+                return None
+            target, draft = (Vocabulary.of(one, name) for name, one in both.items())
+            return target, draft, SharedTokens.of(target, draft)
+
+        found = None if tokenizer is assistant_tokenizer else _once(*both.values(), find)
+        return None if found is None else cls(*both.values(), *found)
 
     def check(self, target: PreTrainedModel, draft: PreTrainedModel) -> None:
         """Raise unless the models have the tokens of their tokenizers.
@@ -258,11 +262,6 @@ class Translation:
                     f"{name}: its largest id is {own.size - 1}, and {whose} has {vocabulary(model)} tokens; pass the "
                     "tokenizer that the model was trained with"
                 )
-
-
-_shared: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], SharedTokens | None]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -322,14 +321,11 @@ class Speller:
             return None
         shift = border + space
         start = shift if border or whole.startswith(b" ") else 0
-        stops = list(accumulate(map(len, pieces)))  # in what was joined
-        ends = [stop - shift for stop in stops]
-        first = bisect_right(stops, start)
-        length = len(whole) - border
-        if start == (stops[first - 1] if first else 0):
-            return Spelled(tokens[first:], ends[first:], length)
-        cut = self.longest(joined[start : stops[first]])
-        return Spelled(cut.tokens + tokens[first + 1 :], cut.ends + ends[first + 1 :], length)
+        stops = list(accumulate(map(len, pieces), initial=0))  # in what was joined
+        first = bisect_left(stops, start)
+        cut = self.longest(joined[start : stops[first]])  # of a token across the border
+        ends = [stop - shift for stop in stops[first + 1 :]]
+        return Spelled(cut.tokens + tokens[first:], cut.ends + ends, len(whole) - border)
 
     def longest(self, text: bytes) -> Spelled:
         """The longest tokens one after the other."""
@@ -348,13 +344,10 @@ class Speller:
 
 def readable(before: bytes, text: bytes) -> tuple[bytes, int] | None:
     """Both together from a whole character to a whole character, and where ``text`` begins; ``None``: not UTF-8."""
-    while before and 0x80 <= before[0] < 0xC0:
-        before = before[1:]
+    before = before.lstrip(bytes(range(0x80, 0xC0)))
     whole = before + text
     try:
-        whole.decode()
-    except UnicodeDecodeError as error:
-        if error.end < len(whole) or error.reason != "unexpected end of data":
-            return None
-        whole = whole[: error.start]
-    return whole, min(len(before), len(whole))
+        _, length = codecs.utf_8_decode(whole)  # of an incomplete character at the end nothing
+    except UnicodeDecodeError:
+        return None
+    return whole[:length], min(len(before), length)

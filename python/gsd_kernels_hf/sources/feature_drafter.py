@@ -23,7 +23,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ..model.attention import Attends, configs_of, switched_configs
+from ..model.attention import Attends, configs_in, switched_configs
 from ..model.fused import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
 from ..packed.modules import device_of_weights, dtype_of
@@ -120,7 +120,7 @@ class HiddenDrafter(nn.Module):
             "graph": graph,
             cache_argument(self.layers[0]): cache,
         }
-        with switched_configs(configs_of(self)):
+        with switched_configs(configs_in(self.modules())):
             hidden, layers = self.begin(embedded, features, options)
             for layer in layers:
                 hidden = layer(hidden, **options)

@@ -21,7 +21,7 @@ from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.step import FedRows, feed_chain
 
 from ..model import replay
-from ..model.attention import GraphInputs, windowed
+from ..model.attention import AttentionKind, GraphInputs
 from ..model.cache import GraphCache, grown
 from ..model.facts import foreign_code
 from ..model.fused import CLASSES, SILU, STATIC_ROPE, choice, error_of, missing
@@ -94,6 +94,7 @@ class FeatureCache(CachedText):
         self.kv_start = self.text_kv_start
         weight = next(model.parameters())
         self.backend, self.device = target.backend, weight.device
+        self.sizes, self.kinds = model.sizes, tuple(map(AttentionKind, model.windows))
         # Of its operators: on a GPU "auto" never takes them; that rows come there is what was asked.
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         shape = len(text.state.tokens), target.cache.capacity, model.sizes.hidden_size
@@ -108,12 +109,6 @@ class FeatureCache(CachedText):
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return super().nbytes + self.features.nbytes
-
-    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
-        """Begin a forward of rows, as a row model does."""
-        if self.ids_dtype is torch.int64:  # else the forward is one operator, which was compiled ahead
-            kinds = windowed(self.model.windows)
-            self.cache.launch(self.model.sizes, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
 
 class FeatureSource(OwnSource):
@@ -241,7 +236,7 @@ class FeatureSource(OwnSource):
         if self.operator is None:
             graph = ancestor_mask, kv_len, rows.text_kv_start, fed.depths, node_depths, rows.backend
             with rows.cache.writing(fed.places):
-                return self.read(fed, features, GraphInputs(*graph, windowed(self.module.windows)), keep)
+                return self.read(fed, features, GraphInputs(*graph, rows.kinds), keep)
         run: Any = decoder_rows if features is None else feature_rows
         read = (self.operator.decoder, fed.ids) if features is None else (self.operator, fed.ids, features)
         graph = fed.positions, fed.places, ancestor_mask, node_depths, kv_len, rows.text_kv_start
@@ -407,7 +402,7 @@ def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeig
     )
     if not computed:
         return None
-    layers = module.layers, windowed(module.windows), norm, head
+    layers = module.layers, map(AttentionKind, module.windows), norm, head
     weights = FeatureWeights(
         decoder_weights(embed, *layers, *module.rotary.frequencies(device)), **module.first_parameters()
     )

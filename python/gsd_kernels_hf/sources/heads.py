@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gsd_kernels import GraphConfig
 
 from ..files import path_of, write_file, write_json
-from ..model.attention import GraphInputs, configs_of, switched_configs, windowed
+from ..model.attention import AttentionKind, GraphInputs, configs_in, switched_configs
 from ..model.properties import device_of, text_config, vocabulary
 from ..packed.modules import device_of_weights
 from .base import Level, Text
@@ -307,7 +307,7 @@ class Gemma4Assistant(nn.Module):
         super().__init__()
         self.model, self.sizes = model, model.config.get_text_config()
         self.width = model.config.backbone_hidden_size  # of the target
-        self.configs, types = configs_of(model), self.sizes.layer_types
+        self.configs, types = configs_in(model.modules()), self.sizes.layer_types
         # transformers' mask has both ends in it, and the root's own place is not stored.
         self.windows = [self.sizes.sliding_window + 2 if kind == "sliding_attention" else None for kind in types]
 
@@ -426,7 +426,7 @@ class AssistantDrafts(LastState, Recursion):
         stored = stored_by(text.target.model)
         self.layers = {kind: stored[kind][0] for kind in self.module.sizes.layer_types}
         self.device = device_of(self.module.model)
-        self.kinds = windowed(self.module.windows)
+        self.kinds = tuple(map(AttentionKind, self.module.windows))
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape."""

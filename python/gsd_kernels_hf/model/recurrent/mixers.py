@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 from torch.utils import _pytree as nested
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from gsd_kernels.graph import unpack_bits
@@ -48,48 +48,36 @@ class RowTree:
     first: int = 0
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def of(
-        cls,
-        ancestor_mask: Tensor,
-        count: int,
-        *,
-        slots: Tensor | None = None,
-        earlier: RowTree | None = None,
-        stem: int = 0,
-    ) -> RowTree:
-        """From what ``count`` rows see.
+    def followed(self, ancestor_mask: Tensor, count: int, slots: Tensor | None, stem: int) -> RowTree:
+        """With rows that may follow these, from what they see.
 
         Args:
             ancestor_mask: int32 [B, R, words], bits of slots; a row's own need not be set.
             count: R.
-            slots: int64 [B, R], of the rows; ``None``: one after the other, behind those of ``earlier``.
-            earlier: rows that these may follow.
-            stem: how many of those have no slot: a path that all others follow.
+            slots: int64 [B, R], of the rows; ``None``: one after the other, behind those that are there.
+            stem: how many of these have no slot: a path that all others follow.
         """
-        first = 0 if earlier is None else earlier.parents.shape[1]
+        first = self.parents.shape[1]
         sees = unpack_bits(ancestor_mask, first - stem + count)
         if slots is not None:
             sees = sees.gather(2, slots[:, None].expand(-1, count, -1))
         sees = pad(sees, (stem, 0), value=True)
         rows = torch.arange(first + count, device=ancestor_mask.device)
         before = sees & (rows != rows[first:, None])  # [B, R, T]
-        depths = before.sum(-1)
-        if earlier is not None:
-            depths = torch.cat([earlier.depths, depths], 1)
+        depths = torch.cat([self.depths, before.sum(-1)], 1)
         # Of the rows on a path the deepest is the last.
         last = torch.where(before, depths[:, None, :] + 1, 0).max(-1)
         parents = torch.where(last.values > 0, last.indices, -1)
-        return cls(parents if earlier is None else torch.cat([earlier.parents, parents], 1), depths, first)
+        return RowTree(torch.cat([self.parents, parents], 1), depths, first)
 
     def shallow(self, deepest: int) -> RowTree:
         """With rows that are deeper apart from all others: no path that can be accepted holds one."""
         deep = self.depths > deepest
         return RowTree(torch.where(deep, -1, self.parents), torch.where(deep, 0, self.depths), self.first)
 
-    def until(self, count: int) -> RowTree | None:
-        """Its first rows; ``None`` for none."""
-        return RowTree(self.parents[:, :count], self.depths[:, :count]) if count else None
+    def until(self, count: int) -> RowTree:
+        """Its first rows."""
+        return RowTree(self.parents[:, :count], self.depths[:, :count])
 
     @cached_property
     def narrow(self) -> tuple[Tensor, Tensor]:
@@ -154,7 +142,7 @@ UPDATES = {"update_conv_state", "update_recurrent_state"}
 KINDS = ("conv_states", "recurrent_states")
 """What a layer of transformers' cache calls its states."""
 
-MASKS = ("attention_mask", "conv_mask")
+MASKS = {"attention_mask", "conv_mask"}
 """What mixers call the mask of tokens that are no padding."""
 
 
@@ -181,36 +169,29 @@ class Mixer(nn.Module):
     def __init__(self, module: nn.Module, form: Form) -> None:
         super().__init__()
         self.module, self.form = module, form
-        self.train(module.training)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Forward like the module; a cache of graph rows says which it is."""
         given = (*args, *options.values())  # by whatever names
         cache = next((value for value in given if isinstance(value, RowsCache)), None)
-        hidden = next((value for value in given if isinstance(value, Tensor)), None)
-        if cache is None or hidden is None:
+        if cache is None:
             return self.module(*args, **options)
+        device = next(value.device for value in given if isinstance(value, Tensor))
         if cache.tree is not None:
-            args, options = masked(self.module, args, options, None)  # rows are never padding
+            options = masked(self.module, args, options, None)  # rows are never padding
             options.pop("graph", None)
-            return self.form.rows(cache.tree.on(hidden.device), args, options)
+            return self.form.rows(cache.tree.on(device), options)
         if cache.padding is not None and cache.padding.shape[1] == 1:
             # transformers takes a piece of one token for a generated one
-            args, options = masked(self.module, args, options, cache.padding.to(hidden.device))
+            args, options = (), masked(self.module, args, options, cache.padding.to(device))
         return self.module(*args, **options)
 
 
-def masked(
-    module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a mixer, but for another mask [B, n] of its tokens, where it takes one."""
+def masked(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
+    """The arguments of a mixer by name, but for another mask [B, n] of its tokens, where it takes one."""
     code = inspect.unwrap(type(module).forward).__code__
-    for place, name in enumerate(code.co_varnames[1 : code.co_argcount]):
-        if name in MASKS:
-            if place < len(args):
-                return (*args[:place], mask, *args[place + 1 :]), options
-            return args, {**options, name: mask}
-    return args, options
+    names = code.co_varnames[1 : code.co_argcount]
+    return {**dict(zip(names, args, strict=False)), **options, **dict.fromkeys(MASKS & {*names}, mask)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -259,14 +240,6 @@ def mixers_of(facts: Facts) -> tuple[tuple[str, nn.Module], ...]:
     return tuple((name, module) for name, module in facts.modules if keeps_state(type(module)))
 
 
-@fact
-def states_of(facts: Facts) -> dict[int, int]:
-    """Layers of the cache that keep recurrent states, and how many each keeps."""
-    indices = {getattr(module, "layer_idx", None) for _, module in mixers_of(facts)}
-    own = DynamicCache(config=facts.model.config).layers if indices else ()
-    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in indices}
-
-
 def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> PreTrainedModel:
     """``model`` seen with a :class:`Mixer` for each such module; the same one wherever a module is found again."""
 
@@ -284,7 +257,6 @@ STEP = "mamba2_selective_state_update"
 
 Limit = tuple[float, float]
 """The least and the largest step in time."""
-UNLIMITED: Limit = (0.0, math.inf)
 
 
 class ByDepth:
@@ -293,13 +265,7 @@ class ByDepth:
     Args:
         module: whose forward takes hidden states [n, 1, D] and a cache.
         layer: of the model's cache, which holds the states of the text, [B, …] each.
-
-    Attributes:
-        takes_states: whether :meth:`begin` takes the states that a prompt leaves, so that the cache need not keep them.
-        nbytes: beside the cache's own states.
     """
-
-    takes_states = False
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
         self.layer, self.code, self.limit = layer, module, limit_of(module)
@@ -319,21 +285,19 @@ class ByDepth:
         """Leave the states of the text in the cache, where they are, and the next prompt goes on from them."""
         self.after = {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(states.nbytes for states in self.after.values())
-
-    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what the module's forward does of rows [B, R], given what it was called with."""
-        shape = tree.parents[:, tree.first :].shape  # B, R
-        text = {key: states[:, None] for key, states in states_in(self.layer).items()}
-        kept, self.after = self.after if tree.first else text, {}
-        for key, states in kept.items():  # with room for the rows
-            room = states.new_zeros(len(states), shape[1], *states.shape[2:])
+    def rows(self, tree: RowTree, options: dict[str, Any]) -> Any:
+        """Return what the module's forward does of rows [B, R], given what it was called with, by name."""
+        batch, total = tree.parents.shape
+        shape = batch, total - tree.first  # B, R
+        known = self.after if tree.first else {key: states[:, None] for key, states in states_in(self.layer).items()}
+        self.after, outputs = {}, dict[int, Any]()
+        for key, states in known.items():  # with room for the rows
+            room = states.new_zeros(batch, shape[1], *states.shape[2:])
             self.after[key] = torch.cat([states[:, : 1 + tree.first], room], 1)
-        outputs: list[Any] = []
         for sequence, row, parent in tree.levels:
-            layer = self.layer_of(sequence, parent)
+            layer = LinearAttentionLayer(self.layer.number_of_states)  # of the text, or after the parents
+            for key, after in self.after.items():
+                put_state(layer, key, after[sequence, 1 + parent])
 
             def of_level(value: Any, at: tuple[Tensor, Tensor] = (sequence, row), own: Any = layer) -> Any:
                 if isinstance(value, RowsCache):
@@ -342,11 +306,17 @@ class ByDepth:
                     return value[at].unsqueeze(1)  # [n, 1, …]
                 return value
 
-            given, named = nested.tree_map(of_level, (args, options), is_leaf=lambda v: isinstance(v, RowsCache))
+            given = nested.tree_map(of_level, options, is_leaf=lambda v: isinstance(v, RowsCache))
             self.ends = parent < 0 if self.behind_prompt else None
-            outputs.append(self.code(*given, **named))
-            self.keep(layer, sequence, row, tree)
-        return gathered(outputs, tree, shape)
+            leaves, kind = nested.tree_flatten(self.code(**given))
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    put_rows(outputs, number, shape, (sequence, row), leaf[:, 0])
+                else:
+                    outputs[number] = leaf
+            for key, states in states_in(layer).items():  # a text that has none yet has one of zeros
+                put_rows(self.after, key, (batch, 1 + total), (sequence, 1 + tree.first + row), states)
+        return nested.tree_unflatten([*outputs.values()], kind)
 
     def step(
         self,
@@ -370,22 +340,6 @@ class ByDepth:
         own = inspect.unwrap(type(self.code).forward).__globals__[STEP]
         return own(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
 
-    def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
-        """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
-        layer = LinearAttentionLayer(self.layer.number_of_states)
-        for key, after in self.after.items():
-            put_state(layer, key, after[sequence, 1 + parent])
-        layer.device, layer.dtype = self.layer.device, self.layer.dtype
-        return layer
-
-    def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, tree: RowTree) -> None:
-        """Note the states after rows [n]."""
-        for key, states in states_in(layer).items():
-            if key not in self.after:  # the text has no state yet, which is one of zeros
-                batch, count = tree.parents.shape
-                self.after[key] = states.new_zeros(batch, 1 + count, *states.shape[1:])
-            self.after[key][sequence, 1 + tree.first + row] = states
-
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """Take the accepted rows int32 [B, P] of the last :meth:`rows` into the text; their number: int32 [B]."""
         for key, after in self.after.items():
@@ -395,18 +349,11 @@ class ByDepth:
         self.after, self.behind_prompt = {}, False
 
 
-def gathered(outputs: list[Any], tree: RowTree, shape: torch.Size) -> Any:
-    """Outputs of the levels, [n, 1, …] each, as rows [B, R, …]."""
-
-    def together(*values: Any) -> Any:
-        if not isinstance(values[0], Tensor):
-            return values[0]
-        out = values[0].new_empty(*shape, *values[0].shape[2:])
-        for (sequence, row, _), value in zip(tree.levels, values, strict=True):
-            out[sequence, row] = value[:, 0]
-        return out
-
-    return nested.tree_map(together, *outputs)
+def put_rows(whole: dict[Any, Any], key: Any, shape: tuple[int, int], at: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    """Put rows [n, …] in their places of a tensor of this shape, [B, S, …]: zeros where there is none yet."""
+    if key not in whole:
+        whole[key] = rows.new_zeros(*shape, *rows.shape[1:])
+    whole[key][at] = rows
 
 
 def limit_of(module: nn.Module) -> Limit | None:
@@ -427,4 +374,4 @@ def time_steps(dt: Tensor, bias: Tensor | None, rectified: bool, limit: Limit, e
         dt = dt + bias.to(dt.dtype)
     if rectified:
         dt = plain(softplus(as_rows(dt)))
-    return dt if ends is None or limit == UNLIMITED else dt.clamp(*limit).where(ends, dt)
+    return dt if ends is None else dt.clamp(*limit).where(ends, dt)

@@ -7,7 +7,7 @@ of it (:mod:`gsd_kernels.ops.state_rows`), so rows are rolled back by dropping t
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ...records import last_rows
 from ..facts import called_by
 from ..linear import as_rows, own_bits, plain
 from .mixers import (
-    UNLIMITED,
     Limit,
     LinearAttentionLayer,
     RowsCache,
@@ -44,13 +43,11 @@ class Recurrence:
         backend: of the ops.
     """
 
-    used = True
-
     def __init__(self, block: int, backend: str) -> None:
         self.block, self.backend = block, backend
-        self.window: StateWindow | None = None
-        self.state: Tensor | None = None  # [B, H, K, V], of the prompt, until the first rows
-        self.fresh = True  # whether no rows came since the prompt
+        self.window: Any = None  # a StateWindow, from the first rows on
+        self.state: Tensor | None = None  # [B, H, K, V], of the prompt
+        self.lengths: Tensor | None = None  # int32 [B], tokens since the prompt; None: no rows came since
         self.behind_prompt = False  # whether none was taken into the text
 
     def laid_out(self, state: Tensor) -> Tensor:
@@ -59,14 +56,12 @@ class Recurrence:
 
     def begin(self, state: Tensor | None) -> None:
         """Go on behind a prompt that left ``state``."""
-        self.state, self.fresh = None if state is None else self.laid_out(state), True
+        self.state, self.lengths = None if state is None else self.laid_out(state), None
         self.behind_prompt = True
 
     def end(self) -> Tensor | None:
-        """The state at the end of the text, as transformers keeps it."""
-        if self.window is None or self.fresh:
-            return None if self.state is None else self.laid_out(self.state).contiguous()
-        return self.laid_out(self.window.end(self.lengths)).contiguous()
+        """The state at the end of the text, as transformers keeps it; ``None``: it is the prompt's."""
+        return None if self.lengths is None else self.laid_out(self.window.end(self.lengths)).contiguous()
 
     def rows(
         self,
@@ -80,14 +75,12 @@ class Recurrence:
         """See :func:`gsd_kernels.ops.state_rows.state_rows`; float32 [B, R, H, V]."""
         batch, _, groups, size = key.shape
         (heads, width), decays = value.shape[2:], decay.shape[3]
-        if self.fresh:
-            if self.window is None or self.window.state.shape[1:] != (batch, heads, size, width):
+        if self.lengths is None:
+            if self.window is None:
                 sizes = (batch, heads, groups, size, width, decays)
                 self.window = StateWindow.empty(*sizes, key.device, self.block)
             self.window.state[0] = 0.0 if self.state is None else self.state
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)  # since the prompt
-            self.state, self.fresh = None, False
-        assert self.window is not None
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         parents, depths = tree.narrow
         self.window.reserve(parents.shape[1])
         given = (t.to(torch.float32) for t in (query, key, value, decay))
@@ -96,17 +89,12 @@ class Recurrence:
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.ByDepth`."""
-        if self.window is None or self.fresh:
+        if self.lengths is None:
             return
         device = self.lengths.device
         accepted, count = accepted_rows.to(device, torch.int32), num_accepted.to(device, torch.int32)
         state_commit(accepted, count, self.lengths, self.window, backend=self.backend)
         self.lengths, self.behind_prompt = self.lengths + count, False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the window."""
-        return sum(part.nbytes for part in (self.window, self.state) if part is not None)
 
 
 class GatedDelta(Recurrence):
@@ -163,7 +151,7 @@ class Mamba2(Recurrence):
         D: Tensor | None = None,  # [H] or [H, V]
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
-        dt_limit: Limit = UNLIMITED,
+        dt_limit: Limit = (0.0, torch.inf),
         return_final_states: bool = False,
         z: Tensor | None = None,
         **_: Any,
@@ -189,13 +177,12 @@ class ShortConvolution:
     Attributes:
         last: [B, W − 1, C], inputs at the end of the text; ``None``: not known before the first row.
         rows: [B, W − 1 + T, C], those and, behind them, the rows' since.
-        used: whether the module has this convolution.
+        before: see :meth:`RowTree.before`; ``None``: the module does not have this convolution, or had no rows.
     """
 
-    def __init__(self) -> None:
-        self.last: Tensor | None = None
-        self.rows: Tensor | None = None
-        self.used = False
+    last: Any = None
+    rows: Any = None
+    before: Tensor | None = None
 
     def begin(self, state: Tensor | None) -> None:
         """Go on behind a prompt, of which ``state`` [B, C, W] holds the last inputs."""
@@ -203,7 +190,7 @@ class ShortConvolution:
 
     def end(self) -> Tensor | None:
         """The state at the end of the text, [B, C, W]; its first token is not read any more."""
-        if self.last is None:
+        if self.last is None or self.before is None:
             return None
         return pad(self.last, (0, 0, 1, 0)).transpose(1, 2).contiguous()
 
@@ -220,27 +207,21 @@ class ShortConvolution:
         inputs, width = hidden_states.transpose(1, 2).to(weight.dtype), weight.shape[1]
         if self.last is None:
             self.last = inputs.new_zeros(inputs.shape[0], width - 1, inputs.shape[2])
-        self.used, self.before = True, tree.before(width)
-        before = self.rows if tree.first and self.rows is not None else self.last
-        earlier = before[:, : width - 1 + tree.first].to(inputs)
-        self.rows = torch.cat([earlier, inputs], 1)
+        self.before = tree.before(width)
+        earlier = (self.rows if tree.first else self.last)[:, : width - 1 + tree.first]
+        self.rows = torch.cat([earlier.to(inputs), inputs], 1)
         exact = torch.promote_types(inputs.dtype, torch.float32)
-        weight, out = weight.to(exact), None
-        for back in range(width - 1, -1, -1):
-            there = self.before[:, tree.first :, back, None].expand(-1, -1, inputs.shape[2])
-            term = self.rows.gather(1, there).to(exact) * weight[:, width - 1 - back]
-            out = term if out is None else out + term
-        assert out is not None
-        if bias is not None:
-            out = out + bias.to(exact)
-        out = out.to(inputs.dtype)
+        there = self.before[:, tree.first :, :, None].expand(-1, -1, -1, inputs.shape[2])  # [B, R, W, C]
+        read = (self.rows.gather(1, there[:, :, back]).to(exact) for back in range(width - 1, -1, -1))
+        terms = [*map(torch.mul, read, weight.to(exact).T), *(() if bias is None else (bias.to(exact),))]
+        out = reduce(torch.add, terms).to(inputs.dtype)
         if activation is not None:
             out = plain(ACT2FN[activation](as_rows(out)))
         return out.to(hidden_states.dtype).transpose(1, 2)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.ByDepth`."""
-        if self.rows is None or self.last is None:
+        if self.rows is None or self.before is None:
             return
         device = self.rows.device
         count = num_accepted.to(device)
@@ -250,11 +231,6 @@ class ShortConvolution:
         new = self.rows.gather(1, path[..., None].expand(-1, -1, self.rows.shape[2]))
         self.last = torch.where((count == 0)[:, None, None], self.last, new)
         self.rows = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of inputs."""
-        return sum(t.nbytes for t in (self.last, self.rows) if t is not None)
 
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -276,8 +252,6 @@ class Windowed:
         backend: of the ops.
     """
 
-    takes_states = True
-
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer, block: int, backend: str) -> None:
         self.layer = layer
         self.parts: dict[State, ShortConvolution | Recurrence]
@@ -288,15 +262,12 @@ class Windowed:
         self.code = with_kernels(module, {name: partial(self.run, kind) for name, kind in ours.items()})
         self.tree: RowTree
 
-    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def rows(self, tree: RowTree, options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.ByDepth`."""
         self.tree, self.no_state = tree, NoState()
-
-        def given(value: Any) -> Any:
-            return self.no_state if isinstance(value, RowsCache) else value
-
+        given = {name: self.no_state if isinstance(value, RowsCache) else value for name, value in options.items()}
         with own_bits(True, in_parts=True):
-            out = self.code(*map(given, args), **{name: given(value) for name, value in options.items()})
+            out = self.code(**given)
         return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)
 
     def run(self, kind: str, *args: Any, **options: Any) -> Any:
@@ -312,19 +283,13 @@ class Windowed:
     def end(self) -> None:
         """See :class:`~.mixers.ByDepth`."""
         for key, part in self.parts.items():
-            state = part.end()
-            if state is not None and part.used:  # others may be another module's
+            if (state := part.end()) is not None:
                 put_state(self.layer, key, state)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.ByDepth`."""
         for part in self.parts.values():
             part.commit(accepted_rows, num_accepted)
-
-    @property
-    def nbytes(self) -> int:
-        """See :class:`~.mixers.ByDepth`."""
-        return sum(part.nbytes for part in self.parts.values())
 
 
 class NoState(Cache):
