@@ -81,7 +81,7 @@ def command(
         fetched = dict.fromkeys((*values.SOURCES, "revision", "draft_revision")) | parts | own
         pair = load_pair(str(target), options.Models(**{**vars(drafts), **fetched}))
         shape = options.read_graph_config(graph_config)
-        Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
+        Sources(Options(**pair.speculation, graph_config=shape), pair.target)
     if "assistant_tokenizer" in pair.speculation:
         parts["assistant_tokenizer"] = parts["assistant_model"]
     write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)

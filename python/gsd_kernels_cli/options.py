@@ -172,7 +172,7 @@ class Models(Drafts):
         Raises:
             ValueError: the folder's file of options is damaged, or see there.
         """
-        from gsd_kernels_hf.exported.folder import read_options, shape_in
+        from gsd_kernels_hf.exported.folder import read_options
         from gsd_kernels_hf.sources.load import OWN
 
         from .pair import load_pair
@@ -183,7 +183,7 @@ class Models(Drafts):
             name: OWN if given[name] == OWN else str(folder / given[name]) for name in values.SOURCES if name in given
         }
         pair = load_pair(model, replace(self, **own), tp_timeout)
-        pair.own_shape = shape_in(given)
+        pair.own_shape = given.get("graph_config")
         return pair
 
     def load_chat_model(self) -> LoadedPair:

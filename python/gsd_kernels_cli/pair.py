@@ -186,7 +186,7 @@ def load_pair(model: str | None, models: Any, tp_timeout: float | None = None) -
         else:
             tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}
             options = Options(small, **tokenizers)
-            Sources.of(options, target)
+            Sources(options, target)
             drafts |= {} if options.translations == [None] else tokenizers
     heads, drafter, corpus = models.draft_heads, models.drafter, models.corpus
     if drafter is not None:

@@ -238,7 +238,7 @@ class Patch(threading.local):
             return f"<Patch of {kind}: unpatched>"
         count = len(self.engines.sessions)
         texts = f"{count} text{'s' * (count != 1)}"
-        memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
+        memory = f", history of {len(self.history):,} contexts"
         copied = copied_bytes(self.model)
         memory += f", {copied / 2**20:,.1f} MiB of packed weights in an order of their own" if copied else ""
         return f"<Patch of {kind}: {texts} kept in {self.engines.cache_bytes / 2**20:,.1f} MiB of caches{memory}>"
@@ -335,15 +335,15 @@ def patch(model: PreTrainedModel, **options: Any) -> Patch:
     """
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
-    sources = Sources.of(Options(**options), inner)
+    sources = Sources(Options(**options), inner)
     # Places stay places: every call asks whether their files, or the model's device, are others than they were.
     places: dict[str, Any] = {name: lasting(options[name]) for name in ("drafter", "draft_heads") if name in options}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
     if "history" in sources.options.named and sources.options.learned:
         learned_of(sources.facts)  # says what it found
-    memory = HistoryMemory(properties.vocabulary(inner))
-    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"), options)
+    engines = Engines(HistoryMemory(properties.vocabulary(inner)))
+    handle = Patch(inner, engines, vars(inner).get("generate"), options)
     accelerated = _Accelerated(inner, handle, {**options, **places})
     with _lock:  # of two threads one finds the other's
         there = handle_of(inner)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import chats
@@ -33,7 +31,7 @@ from models import noised
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, LayerSkip
-from gsd_kernels_hf.engine.engine import MOST_SESSIONS, Engine, Engines, Statistics, engines_of
+from gsd_kernels_hf.engine.engine import MOST_SESSIONS, engines_of
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
 
@@ -155,14 +153,6 @@ def test_a_second_call_captures_nothing_and_reads_its_prompt_whole(name, cuda):
     assert torch.equal(longer[:, : first.shape[1]], first) and reads.since() >= 2 * 8
     assert cuda.counts["captures"] == GRAPHS and cuda.counts["replays"] > replays > 0
     assert len(kept(of[0])) == 1
-
-
-def test_first_calls_at_the_same_time_share_what_they_learn(monkeypatch):
-    monkeypatch.setattr("gsd_kernels_hf.engine.engine.Statistics", lambda: time.sleep(0.1) or Statistics())
-    engine = Engine((), "exact", Engines())
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: engine.statistics[False], range(2))
-    assert one is other
 
 
 def test_sessions_are_few():

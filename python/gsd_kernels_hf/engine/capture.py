@@ -11,9 +11,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,101 +25,75 @@ from ..model import replay
 from ..model.fused import FusedRows
 from ..parallel import Ranks
 from ..policy.learning import Observation
-from ..records import DecodeState, Verified, report_sizes
+from ..records import Verified, report_sizes
 from ..sources.base import OwnSource
 from .session import Session
 from .stats import Part
 
 
-class HostReport(NamedTuple):
-    """A step in the host's memory.
-
-    Attributes:
-        done: of every sequence.
-        tokens: that each emitted.
-        counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
-    """
-
-    done: Sequence[bool]
-    tokens: Sequence[list[int]]
-    counted: list[int] | None
-
-    @classmethod
-    def of(cls, state: DecodeState, whole: Tensor, counted: list[int] | None) -> HostReport:
-        """A step out of ``whole``, int32 [n]: the state's report as it is in the host's memory."""
-        batch, width = state.emitted.shape
-        numbers = iter(whole.tolist())  # one call, where a tensor for each part would be ten
-        flags, counts, emitted = (list(islice(numbers, part)) for part in report_sizes(batch, width))
-        done = [bool(flags[i // 4] >> i % 4 * 8 & 255) for i in range(batch)]
-        return cls(done, [emitted[i * width : i * width + count] for i, count in enumerate(counts)], counted)
-
-
-@dataclass
 class Launched:
-    """A step that the device takes or has taken, and the host has not heard of.
+    """A step that the device takes or has taken; the host hears of it later.
+
+    Args:
+        session: planned; takes it.
+        step: takes it.
+        behind: the step before, if the host has not heard of it.
+        may_fly: whether the host may queue another before it hears of this one, if it is replayed.
 
     Attributes:
-        session: that takes it.
         verified: its record.
         shape: of its graph; ``None``: nothing is drafted.
         drafted_rows: that drafts forward in it, padding included.
         begin: when it was queued, by the clock.
-        typical: whether its times say something of later ones.
+        typical: whether it took as long as later ones of its shape will: replayed, or since no step will be.
         sent: its report and the session's counts on the way to the host, there once the event is over; ``None``: it is
             heard of before another is queued.
         parts: what was timed of it, where it is sent.
         seconds: that it took, once the host has heard of it.
+        done: of every sequence, likewise.
+        tokens: that each emitted, likewise.
+        counted: nodes, merges and accepted merges so far, of a step that another one followed unheard.
     """
 
-    session: Session
-    verified: Verified
-    shape: GraphConfig | None
-    drafted_rows: int
-    begin: float
-    typical: bool
+    counted: list[int] | None = None
     sent: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
-    parts: list[Part] = field(default_factory=list)
-    seconds: float = 0.0
+    parts: Sequence[Part] = ()
 
-    @classmethod
-    def of(cls, session: Session, step: Callable[[], Verified], *, behind: Launched | None, may_fly: bool) -> Launched:
-        """Queue a step.
-
-        Args:
-            session: planned.
-            step: takes it.
-            behind: the step before, if the host has not heard of it.
-            may_fly: whether the host may queue another before it hears of this one, if it is replayed.
-        """
-        captured, verified = session.captured, step()
-        begin, typical = session.clock.step_start, captured is None or captured.typical
-        launched = cls(session, verified, session.config, session.drafted_rows, begin, typical)
+    def __init__(
+        self, session: Session, step: Callable[[], Verified], *, behind: Launched | None, may_fly: bool
+    ) -> None:
+        captured, self.session, self.verified = session.captured, session, step()
+        self.shape, self.drafted_rows, self.begin = session.config, session.drafted_rows, session.clock.step_start
+        self.typical = captured is None or captured.replayed or captured.failed
         if behind is not None and (captured is None or captured.added):
             behind.typical = False  # the host hears of it later than it could
         if may_fly and captured is not None and captured.replayed:
             # Behind the step, before the next one writes the same storage.
             report, counts = (replay.send(tensor) for tensor in (session.state.report, session.counts))
-            launched.sent = report, counts, torch.cuda.Event()
-            launched.parts, session.clock.pending = session.clock.pending, []  # counted when the step is over
-            launched.sent[2].record(torch.cuda.current_stream(session.counts.device))
-        return launched
+            self.sent = report, counts, torch.cuda.Event()
+            self.parts, session.clock.pending = session.clock.pending, []  # counted when the step is over
+            self.sent[2].record(torch.cuda.current_stream(session.counts.device))
 
-    def hear(self) -> HostReport:
+    def hear(self) -> None:
         """Hear what it tells the host: one read, which waits for it, and not for a step behind it."""
-        clock, rule, state = self.session.clock, self.session.rule, self.session.state
+        clock, state = self.session.clock, self.session.state
         if self.sent is None:
-            heard = HostReport.of(state, state.report.cpu(), None)
+            report = state.report.cpu()
         else:
             report, counts, event = self.sent
             event.synchronize()
-            heard = HostReport.of(state, report, counts.tolist())
+            self.counted = counts.tolist()
+        batch, width = state.emitted.shape
+        numbers = iter(report.tolist())  # one call, where a tensor for each part would be ten
+        flags, lengths, emitted = (list(islice(numbers, part)) for part in report_sizes(batch, width))
+        self.tokens = [emitted[i * width : i * width + length] for i, length in enumerate(lengths)]
         clock.over(self.parts, self.begin)
         self.seconds = clock.since_step()
         # What a rule on the host has marked behind the step, it knows.
-        done = [a or b for a, b in zip(heard.done, rule.done or heard.done, strict=True)]
-        return heard._replace(done=done)
+        marked = self.session.rule.done or [False] * batch
+        self.done = [over or bool(flags[i // 4] >> i % 4 * 8 & 255) for i, over in enumerate(marked)]
 
-    def observed(self, heard: HostReport) -> Observation:
+    def observed(self) -> Observation:
         """Give what a policy learns of it, which has planned the next step since.
 
         Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
@@ -134,7 +107,7 @@ class Launched:
         rows = self.verified.rows.token_ids.shape[1]
         late = self.shape != self.session.config
         record = self.verified if self.sent is None else None  # over which the step behind it may be writing
-        return Observation(record, [len(tokens) for tokens in heard.tokens], rows, target, other, late)
+        return Observation(record, [len(tokens) for tokens in self.tokens], rows, target, other, late)
 
 
 logger = logging.getLogger("gsd_kernels")
@@ -166,7 +139,7 @@ def can_capture(session: Session) -> bool:
     for source in sources:
         models += [module for module in source.forwards if isinstance(module, nn.Module)]
     devices = {parameter.device for model in models for parameter in model.parameters()}
-    return len(devices) == 1 and replay.is_gpu(next(iter(devices)))
+    return devices == {session.kv_len.device}
 
 
 def warm_steps(session: Session) -> int:
@@ -209,7 +182,6 @@ class CapturedStep:
         self.pool: Any = None
         self.refused: set[Kind] = set()  # what could not be captured without ordinary steps
         self.failed = False
-        self.typical = True  # whether the last step took as long as later ones of its shape will
         self.replayed = False  # whether the last step was replayed
         self.added = False  # whether it was captured before that
 
@@ -220,9 +192,9 @@ class CapturedStep:
         self.added = kind not in self.steps
         if self.added and (self.failed or self.warm[kind] < least or not self._add(kind)):
             self.warm[kind] += 1
-            self.typical, self.replayed = self.failed, False
+            self.replayed = False
             return self.session.step()
-        self.typical = self.replayed = True
+        self.replayed = True
         return self.steps[kind]()
 
     def forget(self) -> None:
@@ -265,7 +237,7 @@ class CapturedStep:
         batch, width = session.key.batch, session.max_path + 1
         heard = accepted([[]] * batch, [0] * batch, width, session.kv_len.device)  # nothing yet
         propose, proposed = self._capture(session.propose)
-        drafted = session.drafted
+        put_back = session.keeping()
         attend, unverified = self._capture(lambda: session.attend(*proposed))
 
         def settled() -> Verified:
@@ -280,7 +252,7 @@ class CapturedStep:
         def step() -> Verified:
             with session.clock.part("draft"):
                 propose()
-            session.drafted = drafted
+            put_back()
             with session.clock.part("target"):
                 attend()
             if on_host:

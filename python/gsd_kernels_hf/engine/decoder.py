@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-
-from gsd_kernels.config import PLAIN
 
 from .. import validate
 from ..acceptance.rule import NothingToPick
@@ -21,7 +18,7 @@ from ..model.cache import asking
 from ..model.facts import looked, looking
 from ..parallel import ranks_of
 from ..policy.automatic import automatic_policy
-from ..policy.learning import FixedPolicy, LearningPolicy, Policy
+from ..policy.learning import FixedPolicy, Policy
 from ..sources.base import DraftSource, reaches, remembers
 from .engine import Engines, Statistics, engines_of
 from .known import learned_of
@@ -103,7 +100,7 @@ class GraphDecoder(Options):
         sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if reaches(source, request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
-        session, current = engine.session(request, policy, sources, alone=alone)
+        session, current = engines.session(engine, request, policy, sources, alone=alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
@@ -125,10 +122,9 @@ class GraphDecoder(Options):
                     if alone and (why := out.why_not_finite()) is not None:
                         raise ValueError(f"logits: NaN, since {why}; check the weights and their dtype") from error
                     raise
-                estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
-                result = out.result()
+                result = out.result(policy)
         if alone:
-            engine.release(session, statistics, steps=out.stats.steps, automatic=automatic)
+            engines.release(engine, session, statistics, steps=out.stats.steps, automatic=automatic)
         self._threads.stats = self._last = out.stats
         return result
 
@@ -152,13 +148,3 @@ class GraphDecoder(Options):
             prefix=request.prompt_length,
             reads_prompt=any(source.reads_prompt for source in sources),
         )
-
-
-def estimate_plain_step(stats: GenerationStats, policy: Policy, cached: float) -> None:
-    """Note what a plain step takes behind ``cached`` tokens (of all sequences), if the policy has timed any step."""
-    if not isinstance(policy, LearningPolicy) or not policy.experience.costs.steps:
-        return
-    costs, batch = policy.experience.costs, stats.sequences
-    target = costs.target_seconds(np.array([float(batch)]), cached)[0]
-    stats.plain_seconds = float(target + costs.other_seconds()[costs.index[PLAIN]])
-    stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"

@@ -26,49 +26,42 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> None:
         ranks: of a sharded target, or one process.
         out: gets the tokens; says when all is done.
     """
-    step, flies = stepping(session, ranks), may_fly(session, out, alone=ranks.alone)
+    step, flies, between = stepping(session, ranks), may_fly(session, out, alone=ranks.alone), False
     queued: Launched | None = None  # that the host has not heard of
+
+    def hear(launched: Launched) -> None:
+        """Emit, check and observe a step."""
+        launched.hear()
+        out.emit(launched)
+        out.finished = ranks.check(launched.verified, out.finished, timed=out.timed)
+        if not between:  # no shape of the policy's
+            policy.observe(launched.observed())
+
     try:
         while not out.finished:
             if queued is not None and not may_follow(session, out):
-                _hear(queued, policy, ranks, out)
+                hear(queued)
                 queued = None
                 continue
-            session.reserve(out.longest)
-            policy = without_left(session, policy, out)
+            session.reserve(out.longest + session.key.slots, session.most)
+            if left := session.mixer.leave(out.reach):
+                session.recapture()
+                out.stats.left_out += left
+                if not any(source.forwards for source in session.mixer.sources):
+                    policy = policy.without_model(reuses=bool(session.mixer.lookups))
             between = cross(session, out.lengths, out.done)
             session.use(Plan(None) if between else policy.plan())
             warm(session, policy.largest_shapes())
-            before, queued = queued, Launched.of(session, step, behind=queued, may_fly=flies)
+            before, queued = queued, Launched(session, step, behind=queued, may_fly=flies)
             if before is not None:
-                _hear(before, policy, ranks, out)
+                hear(before)
             if queued.sent is None and not out.finished:
-                _hear(queued, policy, ranks, out, learns=not between)
+                hear(queued)
                 queued = None
     finally:
         if queued is not None and queued.sent is not None:  # in vain
             queued.sent[2].synchronize()
     policy.end()
-
-
-def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, learns: bool = True) -> None:
-    """Emit, check and observe a step."""
-    heard = launched.hear()
-    out.emit(launched, heard)
-    out.finished = ranks.check(launched.verified, out.finished, timed=out.timed)
-    if learns:
-        policy.observe(launched.observed(heard))
-
-
-def without_left(session: Session, policy: Policy, out: Output) -> Policy:
-    """Return the policy of the next shape, once sources are left out that the text has outgrown."""
-    left = session.leave(out.reach)
-    if not left:
-        return policy
-    out.stats.left_out += left
-    if any(source.forwards for source in session.mixer.sources):
-        return policy
-    return policy.without_model(reuses=bool(session.mixer.lookups))
 
 
 def may_fly(session: Session, out: Output, *, alone: bool) -> bool:

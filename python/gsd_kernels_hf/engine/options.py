@@ -145,11 +145,9 @@ class Options:
             raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}{one}')
         if isinstance(self.reference_ids, Tensor) and not self.reference_ids.numel():
             self.reference_ids = None  # of any dtype and shape: the tokens of an empty text
-        plain = shape == PLAIN
-        shape = None if plain else shape
-        self.named = () if plain else self._names()
+        self.named = () if shape == PLAIN else self._names()
         self.automatic = shape in (None, AUTO) and bool(self.named)
-        self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
+        self.graph_config = GraphConfig() if shape in (AUTO, PLAIN) else resolve_graph_config(shape)
         others = {
             "draft_heads": self.draft_heads,
             "drafter": self.drafter,
@@ -173,15 +171,11 @@ class Options:
 
     def _names(self) -> tuple[str, ...]:
         """Names of the sources in use; by default all that are given, and the history."""
-        drafts = {draft.name if isinstance(draft, DraftSource) else "model" for draft in self.drafts}
-        there = {
-            **{name: name in drafts for name in NEEDS},
-            "drafter": self.drafter is not None,
-            "heads": self.draft_heads is not None,
-        }
+        there = {draft.name if isinstance(draft, DraftSource) else "model" for draft in self.drafts}
+        there |= {name for name, one in (("drafter", self.drafter), ("heads", self.draft_heads)) if one is not None}
         sources = self.draft_sources
         if sources is None:
-            given = tuple(name for name, present in there.items() if present)
+            given = tuple(name for name in NEEDS if name in there)
             # The rule of speculative sampling is about a model's own draws: without a model there is none.
             return () if self.criterion in DRAWN and not given else (*given, "history")
         expected = (
@@ -203,9 +197,9 @@ class Options:
         if len(set(names)) < len(names):
             raise ValueError(f"draft_sources: {', '.join(names)} have a name twice; give each source a name of its own")
         for name, needed in NEEDS.items():
-            if name in names and not there[name]:
+            if name in names and name not in there:
                 raise ValueError(f'draft_sources: "{name}" needs {needed}')
-            if there[name] and name not in names:
+            if name in there and name not in names:
                 given = needed.partition(",")[0].partition("=")[0]
                 raise ValueError(
                     f'draft_sources: leave out {given}, or name "{name}"; {given}=False leaves a patched model\'s out'
@@ -227,14 +221,14 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | Expansion, ...]:
         raise ValueError("assistant_model: expected draft models, got an empty list; leave it out for none")
     if len(given) > 1 and any(isinstance(draft, Expansion) or draft is None for draft in given):
         raise TypeError("assistant_model: expected a list of models; a LayerSkip is given alone")
-    for draft in given:
-        if isinstance(draft, (str, os.PathLike)):
+    drafts = []
+    for one in given:
+        if isinstance(one, (str, os.PathLike)):
             raise TypeError(
-                f"assistant_model: expected a model, got the path {os.fspath(draft)!r}; load it, as by "
+                f"assistant_model: expected a model, got the path {os.fspath(one)!r}; load it, as by "
                 "AutoModelForCausalLM.from_pretrained, or pass drafter= for the folder of a drafter"
             )
-    drafts = [draft if isinstance(draft, Expansion) else properties.unwrap(draft) for draft in given]
-    for draft in drafts:
+        draft = one if isinstance(one, Expansion) else properties.unwrap(one)
         if type(draft).__name__ == GEMMA4:
             raise validate.Unsupported(
                 f"assistant_model: a {GEMMA4} has no keys and values of its own; pass drafter= its folder, or "
@@ -242,6 +236,7 @@ def drafts_in(given: object) -> tuple[PreTrainedModel | Expansion, ...]:
             )
         if not isinstance(draft, Expansion):
             validate.check_model("assistant_model", draft)
+        drafts.append(draft)
     if len({id(draft) for draft in drafts}) < len(drafts):
         raise ValueError("assistant_model: the same draft model twice; give each once")
     return tuple(drafts)

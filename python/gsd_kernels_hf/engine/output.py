@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -17,8 +18,9 @@ from gsd_kernels.config import PLAIN
 from ..acceptance.rule import OnHost, check_pick
 from ..model import properties
 from ..model.hidden import not_finite_for
+from ..policy.learning import LearningPolicy, Policy
 from ..policy.shapes import shape_name
-from .capture import HostReport, Launched
+from .capture import Launched
 from .resolved import Request
 from .session import Session
 from .stats import GenerationStats
@@ -57,8 +59,10 @@ class Output:
 
     def __init__(self, request: Request, session: Session) -> None:
         self.request, self.session = request, session
-        streamer, self.observer = request.options.streamer, request.options.observer
-        self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
+        self.streamer: Any = request.options.streamer
+        self.observer, self.pad = request.options.observer, session.state.pad
+        self.texts: list[list[int]] = [[] for _ in range(request.batch)]  # for the streamer
+        self.streamed = 0  # positions handed over to it
         self.plain_seconds: list[float] = []  # of every plain step
         self.counted: list[int] | None = None  # nodes and merges, where another step may have been queued since
         self.finished, self.timed = False, bool(request.timers)
@@ -92,31 +96,27 @@ class Output:
         most = request.prompt_length + request.room - 1
         return all(done or length >= most for length, done in zip(self.lengths, self.done, strict=True))
 
-    def emit(self, launched: Launched, heard: HostReport) -> None:
-        """Hand a step's tokens to the streamer.
-
-        Args:
-            launched: the step.
-            heard: its report.
+    def emit(self, launched: Launched) -> None:
+        """Hand the tokens of a step that the host has heard of to the streamer.
 
         Raises:
             ValueError: the target's logits held NaN, or its table of positions ends before the text.
         """
         session, state, verified, stats = self.session, self.session.state, launched.verified, self.stats
-        plain = verified.graph is None or launched.shape is None
-        shape = PLAIN if plain else shape_name(launched.shape)
+        plain = launched.shape is None
+        shape = PLAIN if launched.shape is None else shape_name(launched.shape)
         stats.steps += 1
         stats.plain_steps += plain
         stats.shapes[shape] = stats.shapes.get(shape, 0) + 1
         stats.target_rows += stats.sequences * verified.rows.token_ids.shape[1]
         stats.draft_rows += stats.sequences * launched.drafted_rows
-        self.counted = heard.counted
+        self.counted = launched.counted
         if self.observer is not None:
             self.observer(verified)
         if plain:
-            self.plain_seconds.append(session.clock.since_step())
+            self.plain_seconds.append(launched.seconds)
         session.mixer.tally.count(session.mixer.asked(), verified)
-        for sequence, tokens in enumerate(heard.tokens):
+        for sequence, tokens in enumerate(launched.tokens):
             count = len(tokens)
             self.lengths[sequence] += count
             if count:
@@ -126,15 +126,12 @@ class Output:
                 stats.sequence_steps += 1
             for token in tokens:
                 check_pick(token)
-        self.done = heard.done
+        self.done = launched.done
         # The last token of a text that goes on is read next.
-        texts = zip(self.lengths, self.pads, heard.done, strict=True)
+        texts = zip(self.lengths, self.pads, launched.done, strict=True)
         session.target.check_length("max_new_tokens", max(length - pad - done for length, pad, done in texts))
-        if self.streaming is not None:
-            rule, prompt = session.rule, self.request.prompt_length
-            apart = isinstance(rule, OnHost) and not rule.together
-            lengths = [length - prompt for length in rule.lengths] if apart else None
-            self.streaming.add(heard.tokens, self.done, lengths)
+        if self.streamer is not None:
+            self._stream(launched.tokens)
         self.finished = all(self.done)
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
         self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
@@ -145,6 +142,24 @@ class Output:
                 self.positions,
             )
             self.positions = None
+
+    def _stream(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Hand over what is complete: for every position the whole batch, int64 [B]; a sequence that ended is padded.
+
+        Sequences advance at different speeds here, so what faster ones emit is held back until the slowest gets there.
+        """
+        rule, prompt = self.session.rule, self.request.prompt_length
+        for text, tokens in zip(self.texts, emitted, strict=True):
+            text += tokens
+        if isinstance(rule, OnHost) and not rule.together:  # which may take some back
+            for text, length in zip(self.texts, rule.lengths, strict=True):
+                del text[length - prompt :]
+        growing = [len(text) for text, ended in zip(self.texts, self.done, strict=True) if not ended]
+        known = min(growing) if growing else max(map(len, self.texts))
+        for at in range(self.streamed, known):
+            tokens = [text[at] if at < len(text) else self.pad for text in self.texts]
+            self.streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
+        self.streamed = max(self.streamed, known)
 
     def why_not_finite(self) -> str | None:
         """Name what of the target is not finite for the texts so far; ``None``: nothing that was found."""
@@ -157,8 +172,11 @@ class Output:
                 return reason
         return None
 
-    def result(self) -> Tensor | GraphGenerateOutput:
-        """The return value of ``generate``: int64 [batch, length], or transformers' output with the statistics."""
+    def result(self, policy: Policy) -> Tensor | GraphGenerateOutput:
+        """The return value of ``generate``: int64 [batch, length], or transformers' output with the statistics.
+
+        ``policy``: of the call, whose costs say what a plain step takes where too few were plain.
+        """
         session, state, request = self.session, self.session.state, self.request
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = self.counted or session.counts.tolist()
@@ -166,9 +184,14 @@ class Output:
         if len(self.plain_seconds) >= ENOUGH_PLAIN_STEPS:
             stats.plain_seconds = statistics.median(self.plain_seconds)
             stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
+        elif isinstance(policy, LearningPolicy) and (costs := policy.experience.costs).steps:
+            cached = stats.sequences * (request.prompt_length + self.longest) / 2  # tokens, all sequences together
+            target = costs.target_seconds(np.array([float(stats.sequences)]), cached)[0]
+            stats.plain_seconds = float(target + costs.other_seconds()[costs.index[PLAIN]])
+            stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"
         stats.sources = session.mixer.tally.sources
-        if self.streaming is not None:
-            self.streaming.streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
         if isinstance(rule, OnHost):
@@ -183,42 +206,3 @@ class Output:
         steps = length - request.prompt_length
         kept = rule.kept(steps) if isinstance(rule, OnHost) else {}
         return GraphGenerateOutput(sequences=sequences, **kept, stats=stats)
-
-
-class Streaming:
-    """One ``put`` for every position of the whole batch, int64 [B], in order; a sequence that ended is padded.
-
-    Sequences advance at different speeds here, so what faster ones emit is held back until the slowest gets there.
-
-    Args:
-        streamer: has ``put`` and ``end``; it was given the prompt.
-        batch: sequences.
-        pad: token behind the end of a text.
-    """
-
-    def __init__(self, streamer: Any, batch: int, pad: int) -> None:
-        self.streamer, self.pad = streamer, pad
-        self.texts: list[list[int]] = [[] for _ in range(batch)]
-        self.count = 0  # positions handed over
-
-    def add(self, emitted: Sequence[Sequence[int]], done: Sequence[bool], lengths: Sequence[int] | None) -> None:
-        """Take what a step emitted, and hand over what is complete.
-
-        Args:
-            emitted: tokens, by sequence.
-            done: whether each has ended.
-            lengths: new tokens of each that stay, where some may be taken back; ``None``: all do.
-        """
-        for text, tokens in zip(self.texts, emitted, strict=True):
-            text += tokens
-        for text, length in zip(self.texts, lengths or (), strict=False):
-            del text[length:]
-        growing = [len(text) for text, ended in zip(self.texts, done, strict=True) if not ended]
-        known = min(growing) if growing else max(map(len, self.texts))
-        for at in range(self.count, known):
-            self.streamer.put(
-                torch.tensor(
-                    [text[at] if at < len(text) else self.pad for text in self.texts], dtype=torch.int64, device="cpu"
-                )
-            )
-        self.count = max(self.count, known)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -46,48 +47,77 @@ NO_HISTORY = (
 )
 
 
-@dataclass(frozen=True, eq=False)
 class Sources:
     """The draft sources of a call, made and checked once, and what they are made of.
 
-    Attributes:
+    A drafter and heads that were named by their places are loaded, once.
+
+    Args:
         options: as given.
+        target: or its facts.
+
+    Attributes:
         facts: of the target.
         drafter: loaded, where ``options`` name a place.
         heads: loaded likewise.
+        own: the user's own sources.
         every: all that a policy may use, in the order in which they are mixed.
+        models: that these forward, besides the target, by the name that an error calls them.
+
+    Raises:
+        TypeError, ValueError: no drafter that can be served, a source that cannot draft for the target,
+            ``reference_ids`` without a history that reads them.
     """
 
-    options: Options
-    facts: Facts
-    drafter: Drafter | None
-    heads: DraftHeads | None
-    every: tuple[DraftSource, ...]
-
-    @classmethod
-    def of(cls, options: Options, target: PreTrainedModel | Facts) -> Sources:
-        """Load a drafter and heads that were named by their places, once, and make the sources of ``target``.
-
-        Raises:
-            TypeError, ValueError: no drafter that can be served, a source that cannot draft for the target,
-                ``reference_ids`` without a history that reads them.
-        """
-        facts, drafter, heads = Facts.of(target), options.drafter, options.draft_heads
-        target = facts.model
+    def __init__(self, options: Options, target: PreTrainedModel | Facts) -> None:
+        self.options, self.facts = options, Facts.of(target)
+        target, drafter, heads = self.facts.model, options.drafter, options.draft_heads
         if isinstance(drafter, (str, os.PathLike)):
             drafter = loaded(drafter, target)
         if isinstance(heads, (str, os.PathLike)):
             heads = loaded(heads, target, "draft_heads")
         if isinstance(drafter, DraftHeads) and heads is not None:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
-        sources = cls(options, facts, drafter, heads, tuple(_made(options, drafter, heads)))
-        for source in sources.every:
+        self.drafter: Drafter | None = drafter
+        self.heads: DraftHeads | None = heads
+        self.own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
+        self.every = self._made() if options.named else []
+        for source in self.every:
             if isinstance(source, OwnSource):
                 source.check(target)
             border.check_hidden_layers(source, target)
-        for name, (source, draft) in sources._named_models.items():
-            if not source.other_tokens:
-                validate.check_pair(target, draft, name)
+        self.models: dict[str, PreTrainedModel] = {}
+        for source in self.every:
+            # Language models of transformers: an encoder has no output matrix.
+            models = [m for m in source.forwards if isinstance(m, PreTrainedModel)]
+            models = [m for m in models if m.get_output_embeddings() is not None]
+            name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
+            if border.is_own(source) and any(model is draft for model in models for draft in options.drafts[1:]):
+                name = source.name.replace("model", "assistant_model", 1)
+            for number, model in enumerate(models, 1):
+                called = name if number == 1 else f"{name} {number}"
+                self.models[called] = model
+                if not source.other_tokens:
+                    validate.check_pair(target, model, called)
+
+    def _made(self) -> list[DraftSource]:
+        """The sources by name, then those of one's own, then the history."""
+        options = self.options
+        sources: list[DraftSource] = []
+        if "model" in options.named:
+            for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1):
+                sources.append(draft_source(model, "model" if i == 1 else f"model {i}", between))
+        if "layer_skip" in options.named:
+            sources += options.drafts  # a source as it is given
+        if "drafter" in options.named:
+            sources.append(source_of(self.drafter))
+        if "heads" in options.named:
+            sources.append(Heads(self.heads))
+        sources += self.own
+        if "history" in options.named:
+            sources.append(History())
+        elif options.reference_ids is not None:
+            raise ValueError(NO_HISTORY)
         return sources
 
     def used(self, *, automatic: bool, grammar: bool) -> list[DraftSource]:
@@ -111,76 +141,13 @@ class Sources:
         return sources + [Grammar()] * grammar
 
     @cached_property
-    def models(self) -> dict[str, PreTrainedModel]:
-        """The models that sources forward, besides the target, by the name that an error calls them."""
-        return {name: model for name, (_, model) in self._named_models.items()}
-
-    @property
-    def forwarded(self) -> list[nn.Module]:
-        """The modules that sources run in a step, heads included, each once."""
-        found = [self.heads, *(module for source in self.every for module in source.forwards)]
-        return list(dict.fromkeys(module for module in found if isinstance(module, nn.Module)))
-
-    @cached_property
-    def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:
-        named = {}
-        for source in self.every:
-            # Language models of transformers: an encoder has no output matrix.
-            models = [m for m in source.forwards if isinstance(m, PreTrainedModel)]
-            models = [m for m in models if m.get_output_embeddings() is not None]
-            name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
-            if border.is_own(source) and any(model is draft for model in models for draft in self.options.drafts[1:]):
-                name = source.name.replace("model", "assistant_model", 1)
-            for number, model in enumerate(models, 1):
-                named[name if number == 1 else f"{name} {number}"] = source, model
-        return named
-
-    @cached_property
     def parts(self) -> list[Any]:
         """The objects whose identity tells sets of sources apart."""
         options = self.options
-        own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-        given = [*options.drafts, self.heads, self.drafter, *own]
+        given = [*options.drafts, self.heads, self.drafter, *self.own]
         for between in options.translations:
             given += [] if between is None else [between.tokenizer, between.assistant_tokenizer]
         return [part for part in given if part is not None]
-
-    def agreed(self) -> dict[str, object]:
-        """The options that the ranks of a tensor-parallel model must have been given alike, by the option's name."""
-        names = ("graph_config", "draft_sources", "reference_ids", "criterion", "backend")
-        options = self.options
-        read = tuple(None if between is None else between.shared.reads for between in options.translations)
-        return {
-            # The same names on every rank, however many drafts each was given.
-            "assistant_model": tuple(d.forwards[0] if isinstance(d, DraftSource) else d for d in options.drafts)
-            or (None,),
-            **{name: getattr(options, name) for name in names},
-            "draft_heads": self.heads,
-            "drafter": self.drafter,
-            "assistant_tokenizer": read if any(r is not None for r in read) else (),
-        }
-
-
-def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -> list[DraftSource]:
-    """The sources by name, then those of one's own, then the history."""
-    if not options.named:
-        return []
-    sources: list[DraftSource] = []
-    if "model" in options.named:
-        for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1):
-            sources.append(draft_source(model, "model" if i == 1 else f"model {i}", between))
-    if "layer_skip" in options.named:
-        sources += options.drafts  # a source as it is given
-    if "drafter" in options.named:
-        sources.append(source_of(drafter))
-    if "heads" in options.named:
-        sources.append(Heads(heads))
-    sources += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-    if "history" in options.named:
-        sources.append(History())
-    elif options.reference_ids is not None:
-        raise ValueError(NO_HISTORY)
-    return sources
 
 
 def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
@@ -236,7 +203,7 @@ def screen(
     Raises:
         TypeError, ValueError: the reason and the cure.
     """
-    sources = Sources.of(options, facts)
+    sources = Sources(options, facts)
     validate.check_paths(options.graph_config, (facts.model, *sources.models.values()))
     if input_ids is not None:
         validate.check_prompt(input_ids, attention_mask, facts.vocabulary)
@@ -317,8 +284,17 @@ class Request:
             validate.check_reference(self.options.reference_ids, self.batch, self.facts.vocabulary, copies)
         samples = bool(generation_config.do_sample)
         self.plan = SamplingPlan.of(logits_processor, samples)
-        self._split(stopping_criteria)
-        self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        stops: list[Any] = [*stopping_criteria]
+        kinds = EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+        ends, lengths, self.timers = ([stop for stop in stops if type(stop) is kind] for kind in kinds)
+        self.criteria = [stop for stop in stops if type(stop) not in kinds]
+        self.eos_ids = {int(t) for stop in ends for t in stop.eos_token_id.tolist() if t >= 0}
+        if not lengths:
+            raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
+        self.room = min(MOST_POSITIONS, *(stop.max_length for stop in lengths)) - self.prompt_length
+        if self.room < 1:
+            raise ValueError(f"max_length: leaves no room after a prompt of {self.prompt_length} tokens; raise it")
+        self.pads_finished = any(hasattr(stop, "eos_token_id") for stop in stops)
         self.inputs: PromptInputs | None = None
         if unread:
             self.inputs = PromptInputs.of(input_ids, model_kwargs, unread)
@@ -341,80 +317,54 @@ class Request:
         self.seed = draw_seed(given) if samples else 0
         self.given_seed = given if samples else None
 
-    def _split(self, criteria: StoppingCriteriaList) -> None:
-        """Sort stopping criteria: what ends a text on the device, what is asked once a step, and once a token.
-
-        Raises:
-            ValueError: nothing bounds the length.
-        """
-        self.eos_ids: set[int] = set()
-        self.timers: list[Callable[..., Any]] = []
-        self.criteria: list[Callable[..., Any]] = []
-        most = []  # tokens of the text
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.eos_ids |= {int(t) for t in criterion.eos_token_id.tolist() if t >= 0}
-            elif type(criterion) is MaxLengthCriteria:
-                most.append(criterion.max_length)
-            else:
-                (self.timers if type(criterion) is MaxTimeCriteria else self.criteria).append(criterion)
-        if not most:
-            raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
-        self.room = min(*most, MOST_POSITIONS) - self.prompt_length
-        if self.room < 1:
-            raise ValueError(f"max_length: leaves no room after a prompt of {self.prompt_length} tokens; raise it")
-
     def agreed(self) -> dict[str, object]:
         """Everything that the ranks of a tensor-parallel model must have been given alike, by name."""
+        options = self.options
+        read = tuple(None if between is None else between.shared.reads for between in options.translations)
+        # The same names on every rank, however many drafts each was given.
+        drafts = tuple(d.forwards[0] if isinstance(d, DraftSource) else d for d in options.drafts) or (None,)
+        names = ("graph_config", "draft_sources", "reference_ids", "criterion", "backend")
         return {
             "model": self.model,
             "prompt": self.input_ids,
             "attention_mask": self.attention_mask,
             "seed": self.given_seed,
-            **self.sources.agreed(),
+            "assistant_model": drafts,
+            **{name: getattr(options, name) for name in names},
+            "draft_heads": self.sources.heads,
+            "drafter": self.sources.drafter,
+            "assistant_tokenizer": read if any(r is not None for r in read) else (),
             **{name: value for name, value in vars(self.generation_config).items() if name in HONOURED},
         }
 
 
-@dataclass(frozen=True)
-class SessionKey:
-    """Key of sessions that may serve a call: what storage and captured steps depend on, besides the models."""
+class SessionKey(SimpleNamespace):
+    """Key of sessions that may serve a call: what storage and captured steps depend on, besides the models.
 
-    batch: int
-    branch: int  # the most candidates after one node
-    width: int  # the most tokens that one step emits
-    slots: int  # cache positions beyond the committed prefix
-    sources: tuple[str, ...]
-    warpers: tuple[tuple[str, float], ...]
-    eos_ids: tuple[int, ...]
-    draws: bool  # whether the draft's own samples are verified
-    padding: bool  # whether the target reads on in sequences that ended
-    backend: str
-    alone: bool  # whether no other rank must do the same at the same time
-    axes: tuple[int, ...] | None  # of positions, behind prompts of more than text; None: of text
+    Args:
+        request: the call.
+        policy: what chooses the shapes of its steps; its largest shapes size the storage.
+        sources: in the order in which they are mixed.
+        alone: whether no other rank must do the same at the same time.
 
-    @classmethod
-    def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> SessionKey:
-        """The key of the sessions that may serve a call.
+    Attributes:
+        branch: the most candidates after one node.
+        width: the most tokens that one step emits.
+        slots: cache positions beyond the committed prefix.
+        draws: whether the draft's own samples are verified.
+        padding: whether the target reads on in sequences that ended.
+        axes: of positions, behind prompts of more than text; ``None``: of text.
+    """
 
-        Args:
-            request: the call.
-            policy: what chooses the shapes of its steps; its largest shapes size the storage.
-            sources: in the order in which they are mixed.
-            alone: whether no other rank must do the same at the same time.
-        """
+    def __init__(self, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> None:
         shapes = policy.largest_shapes()
-        return cls(
-            batch=request.batch,
-            branch=max((shape.branch for shape in shapes), default=1),
-            width=max((shape.chain_rows for shape in shapes), default=1),
-            slots=max((shape.cache_slots for shape in shapes), default=1),
-            sources=tuple(source.name for source in sources),
-            warpers=tuple(request.plan.warper_arguments.items()),
-            eos_ids=tuple(sorted(request.eos_ids)),
-            draws=request.draws_from_draft,
-            padding=request.reads_padding,
-            backend=request.options.backend,
-            alone=alone,
-            axes=None if request.inputs is None else request.inputs.axes,
-        )
+        self.batch = request.batch
+        self.branch = max((shape.branch for shape in shapes), default=1)
+        self.width = max((shape.chain_rows for shape in shapes), default=1)
+        self.slots = max((shape.cache_slots for shape in shapes), default=1)
+        self.sources = tuple(source.name for source in sources)
+        self.warpers = tuple(request.plan.warper_arguments.items())
+        self.eos_ids = tuple(sorted(request.eos_ids))
+        self.draws, self.padding = request.draws_from_draft, request.reads_padding
+        self.backend, self.alone = request.options.backend, alone
+        self.axes = None if request.inputs is None else request.inputs.axes

@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from gsd_kernels import (
-    Acceptance,
-    Frontier,
-    GraphConfig,
-    Rows,
-    TokenGraph,
-    flatten,
-    merge,
-    mix_candidates,
-    verify,
-)
-from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels import Acceptance, Frontier, GraphConfig, Rows, TokenGraph, flatten, mix_candidates
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
@@ -63,15 +52,11 @@ def rounded(positions: int) -> int:
     return -(-positions // GRAIN_TOKENS) * GRAIN_TOKENS
 
 
-def room_to_begin(prompt: int, slots: int, room: int, device: torch.device) -> int:
-    """Positions for a ``prompt`` and its first new tokens, of which there are ``room`` at most, and for a step."""
-    first = FIRST_GPU_TOKENS if replay.is_gpu(device) else FIRST_TOKENS
-    return min(prompt + room + slots, rounded(prompt + first + slots))
-
-
-def larger(capacity: int, needed: int, most: int) -> int:
-    """Positions to grow to from ``capacity``: what is ``needed``, and some ahead up to ``most``."""
-    return max(needed, min(most, rounded(max(needed, int(GROWTH * capacity)))))
+def rooms(request: Request, slots: int) -> tuple[int, int]:
+    """Positions for a prompt, its first new tokens and a step, which has ``slots``; and those that a text can need."""
+    first = FIRST_GPU_TOKENS if replay.is_gpu(request.device) else FIRST_TOKENS
+    most = request.prompt_length + request.room + slots
+    return min(most, rounded(request.prompt_length + first + slots)), most
 
 
 class Session:
@@ -125,17 +110,15 @@ class Session:
         self.lone_root = lone_root(key.batch, device)
         self.plan = Plan(None)
         self.mixer = Mixer(sources, self.state, self.backend, vocab_size=self.target.vocab_size)
-        self.first, self.continues = True, False
-        self.memory: HistoryMemory | None = None
-        self.learned: Known | None = None
-        self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
+        self.first = True
+        self.most: int
+        self.structure: list[Any]  # of the models when the text was begun, see engine.engine
+        self.states: list[ModelState]
         self.captured: Any = None  # see engine.capture.CapturedStep
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see :func:`warm`
         self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels
         self.clock = Clock(device)
-        self.request: Request
         self.rule: AcceptanceRule
-        self.on_device: dict[str, OnDevice] = {}
 
     def begin(
         self,
@@ -157,7 +140,6 @@ class Session:
         """
         self.request, self.clock, self.plan, self.memory = request, Clock(request.device), Plan(None), memory
         self.learned = learned
-        self.most = request.prompt_length + request.room + self.key.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
@@ -177,19 +159,13 @@ class Session:
         with self.reading():
             self._read(self.target, self.mixer.read)
         self.first = False
-        self.rule = self._rule(request)
-
-    def _rule(self, request: Request) -> AcceptanceRule:
-        drafts = bool(self.mixer.every)
-        criterion = criterion_of(
-            request.options.criterion, self.sampler, self.proposal, drafts=drafts, per_token=request.per_token
-        )
-        if not request.per_token:
-            # The same object in every text: captured steps read its tensors.
-            return self.on_device.setdefault(
-                criterion.name, OnDevice(criterion, self.state, self.eos_ids, self.backend)
-            )
-        return OnHost(
+        drafts, per_token = bool(self.mixer.every), request.per_token
+        asked = request.options.criterion, self.sampler, self.proposal
+        criterion = criterion_of(*asked, drafts=drafts, per_token=per_token)
+        if not per_token:  # captured steps read the session's tensors, which are the same in every text
+            self.rule = OnDevice(criterion, self.state, self.eos_ids, self.backend)
+            return
+        self.rule = OnHost(
             criterion,
             self.state,
             request.plan,
@@ -201,13 +177,22 @@ class Session:
             keep_logits=request.keeps_logits,
         )
 
-    def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` cache positions, between steps; what was captured is captured anew."""
-        self.capacity = capacity
+    def reserve(self, needed: int, most: int) -> None:
+        """Make room, between steps, for the cache positions that are ``needed``; if there is not, for some ahead too.
+
+        What was captured is captured anew.
+
+        Args:
+            needed: positions.
+            most: the positions to make room for ahead.
+        """
+        if needed <= self.capacity:
+            return
+        self.capacity = max(needed, min(most, rounded(max(needed, int(GROWTH * self.capacity)))))
         hold(self.state.tokens)
-        self.state.grow(capacity + self.key.width)
+        self.state.grow(self.capacity + self.key.width)
         for rows in self.row_models:
-            rows.grow(max(capacity, rows.cache.capacity))  # one of a text of its own may be longer
+            rows.grow(max(self.capacity, rows.cache.capacity))  # one of a text of its own may be longer
         self.mixer.grow()
         self.recapture()
 
@@ -215,29 +200,6 @@ class Session:
         """Capture steps anew, since storage was replaced."""
         if self.captured is not None:
             self.captured.forget()
-
-    def reserve(self, longest: int) -> None:
-        """Make room for the next step, where the longest sequence has ``longest`` tokens, padding included."""
-        needed = longest + self.key.slots
-        if needed > self.capacity:
-            self.grow(larger(self.capacity, needed, self.most))
-
-    def leave(self, length: int) -> list[str]:
-        """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
-        left = self.mixer.leave(length)
-        if left:
-            self.recapture()
-        return left
-
-    def forget(self, models: Sequence[nn.Module]) -> None:
-        """Use nothing of these models for the next text as they were before they were changed in place."""
-        moved = [rows.changed() for rows in self.row_models if any(rows.model is model for model in models)]
-        if any(moved):
-            self.recapture()
-
-    def holds(self, request: Request) -> int:
-        """Number of positions of a call's prompt that are in the target's cache."""
-        return self.target.common(request.input_ids, request.kv_start)
 
     def end(self) -> None:
         """End a text: note which tokens the caches hold, and drop the request."""
@@ -356,10 +318,10 @@ class Session:
         else:
             # A token that is drawn has a distribution at every level, and every one is verified: which of them are
             # must not depend on what was drawn.
-            drawn = self.proposal is not None
-            graph = self.mixer.draft(config, trims=self.trims and not drawn)
+            trims = self.trims and self.proposal is None
+            graph = self.mixer.draft(config, trims=trims)
             tail = graph.contexts[:, 0]  # of the root: the text's
-            if self.trims and self.plan.rows is not None and not drawn:
+            if trims and self.plan.rows is not None:
                 rows = self.plan.rows(graph, config, int(self.state.remaining.max()))
             else:
                 rows = flatten(graph, config.max_rows, self.max_path, backend=self.backend)
@@ -385,17 +347,17 @@ class Session:
         """Accept rows by the call's rule, on the device or on the host."""
         return self.rule.accept(unverified, self.max_path)
 
-    @property
-    def drafted(self) -> tuple[Any, ...]:
-        """The last draft's leavings on the host: the shape's storage, and what its tokens were drawn from."""
-        return copy.copy(self.mixer.current), None if self.proposal is None else list(self.proposal.distributions)
+    def keeping(self) -> Callable[[], None]:
+        """A function that puts back what the last draft left on the host: levels, and what tokens were drawn from."""
+        mixer, proposal = self.mixer, self.proposal
+        current, distributions = copy.copy(mixer.current), [] if proposal is None else list(proposal.distributions)
 
-    @drafted.setter
-    def drafted(self, kept: tuple[Any, ...]) -> None:
-        storage, distributions = kept
-        self.mixer.current = copy.copy(storage)
-        if self.proposal is not None:
-            self.proposal.distributions = list(distributions)
+        def put_back() -> None:
+            mixer.current = current
+            if proposal is not None:
+                proposal.distributions = list(distributions)
+
+        return put_back
 
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
         """Keep the accepted rows' keys and values and append the emitted tokens, all of it on the device."""
@@ -446,58 +408,35 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     session.clock.begin_step()  # compiling is no part of it
 
 
+class _Silent(DraftSource):
+    """Proposes nothing at any level."""
+
+    def propose(self, level: Level) -> None:
+        """Nothing."""
+
+
 def _warm_graph(session: Session, shape: GraphConfig) -> None:
     """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
-    batch, device, backend = session.key.batch, session.state.tokens.device, session.backend
-    graph = TokenGraph.empty(batch, shape, device)
-    graph.reset(
-        torch.zeros(batch, device=device, dtype=torch.float32),
-        torch.full((batch, MAX_CONTEXT), -1, device=device, dtype=torch.int64),
-    )
-    node_ids = graph.root_frontier()
-    mixer = session.mixer
-    looks_up = bool(mixer.lookups) and mixer.grower is None
-    for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
-        candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
-        node_ids = merge(
-            graph,
-            node_ids,
-            candidates,
-            torch.full_like(candidates, -torch.inf, dtype=torch.float32),
-            level=level,
-            width=shape.width if level + 1 < shape.depth else shape.history_width,
-            config=shape,
-            backend=backend,
-        ).node_ids
-    max_path = int(shape.max_path or 0)
+    batch, device, backend, mixer = session.key.batch, session.kv_len.device, session.backend, session.mixer
+    silent = (_Silent(),) if mixer.lookups and mixer.grower is None else ()
+    alone = Mixer(silent, session.state, backend, vocab_size=session.target.vocab_size)
+    alone.prepare(shape)
+    graph, max_path = alone.draft(shape), int(shape.max_path or 0)
     rows = flatten(graph, shape.max_rows, max_path, backend=backend)
-    accepted = verify(
-        rows,
-        torch.zeros_like(rows.token_ids),
-        eos_ids=session.eos_ids,
-        remaining=torch.zeros_like(session.state.remaining),
-        done=torch.ones_like(session.state.done),  # nothing is accepted
-        max_path=max_path,
-        backend=backend,
-    )
-    session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
     logits = session.target.no_logits(shape.max_rows).to(device)
-    session.rule.criterion.picks(rows, logits, rows.depths)
-    none, tail = torch.zeros_like(accepted.accepted_rows), graph.contexts[:, 0].clone()
-    nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
-    _warm_candidates(session, shape, Verified(graph, nothing, logits, {}, accepted, tail, none, none))
-
-
-def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
-    """Launch proposals after one node and after a frontier, what sources make of a step, and the mixture."""
-    batch, device = session.key.batch, session.kv_len.device
+    step = Unverified(graph, rows, logits, {}, rows.depths, graph.contexts[:, 0].clone())
+    accepted = OnDevice(session.rule.criterion, session.state, session.eos_ids, backend).accept(step, max_path)
+    accepted.num_accepted.zero_()
+    session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
+    step.rows = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
+    verified = Verified.of(step, accepted, backend)
+    # Proposals after one node and after a frontier, what sources make of a step, and the mixture.
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        frontier = Frontier(root, root, root, root[..., None])
-        level = Level(0, shape, verified.graph, frontier, session.kv_len)
-        proposals = (source.warm(level, verified) for source in session.mixer.sources if isinstance(source, OwnSource))
+        level = Level(0, shape, graph, Frontier(root, root, root, root[..., None]), session.kv_len)
+        proposals = (source.warm(level, verified) for source in mixer.sources if isinstance(source, OwnSource))
         proposed = [proposal.candidates for proposal in proposals if proposal is not None]
         here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
         for first, other in pairwise(here):
             weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
-            mix_candidates(*first, *other, weight, backend=session.backend)
+            mix_candidates(*first, *other, weight, backend=backend)

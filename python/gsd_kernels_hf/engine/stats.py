@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -183,7 +183,7 @@ class Clock:
             yield
             self._count(name, time.perf_counter() - begin_time)
 
-    def over(self, parts: list[Part], begin: float) -> None:
+    def over(self, parts: Sequence[Part], begin: float) -> None:
         """A step that began then is over, but others may have begun since; count the parts that were handed over."""
         for name, start, end in parts:
             self._count(name, start.elapsed_time(end) / 1e3)

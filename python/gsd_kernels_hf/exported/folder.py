@@ -104,42 +104,33 @@ def custom_generate(
     if handle is not None and not handle.handed_over:
         return inner.generate(inputs, *args, **kwargs)
     place = Path(inner.config.name_or_path)
-    options = _loaded(inner, place) if (place / FILE).is_file() else {}
+    options = load_options(place, inner) if (place / FILE).is_file() else {}
     return generate(inner, inputs, **with_defaults(options, by_name(args, kwargs)))
 
 
 def _take_over(model: PreTrainedModel, folder_code: str | None) -> str | None:
     """Patch a model with what its folder names; return why transformers has to serve it instead, if it has to."""
-    if model not in _lost:
-        try:
-            _patch(model, folder_code)
-        except validate.Unsupported as error:  # as it was loaded; it may be changed
-            return error.reason
-        except Exception as error:  # whatever is wrong with the files: whoever loads a model wants its text
-            logger.debug("custom_generate: %s", model.config.name_or_path, exc_info=True)
-            _lost[model] = " ".join(str(error).split()) or type(error).__name__
-    return _lost.get(model)
-
-
-def _patch(model: PreTrainedModel, folder_code: str | None) -> None:
+    if model in _lost:
+        return _lost[model]
     wanted = (FILE, *(f"{place}/*" for place in sorted(set(PLACES.values()))))
     match = COMMIT.search(folder_code or "")  # transformers' configs do not tell it any more
     commit = getattr(model.config, "_commit_hash", None) if match is None else match[1]
-    folder = fetch(model.config.name_or_path, "custom_generate", wanted=wanted, revision=commit)
-    options = _loaded(model, folder)
-    override = vars(model).pop("generate")
+    override = vars(model)["generate"]
     try:
+        options = load_options(
+            fetch(model.config.name_or_path, "custom_generate", wanted=wanted, revision=commit), model
+        )
+        del vars(model)["generate"]
         patch(model, **options)
-    except BaseException:
-        vars(model)["generate"] = override
-        raise
-    vars(model)["generate"].calls = logging.getLogger(CALLS)
-
-
-def _loaded(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    if model not in _options:
-        _options[model] = load_options(folder, model)
-    return _options[model]
+        vars(model)["generate"].calls = logging.getLogger(CALLS)
+    except validate.Unsupported as error:  # as it was loaded; it may be changed
+        return error.reason
+    except Exception as error:  # whatever is wrong with the files: whoever loads a model wants its text
+        logger.debug("custom_generate: %s", model.config.name_or_path, exc_info=True)
+        _lost[model] = " ".join(str(error).split()) or type(error).__name__
+    finally:
+        vars(model).setdefault("generate", override)
+    return _lost.get(model)
 
 
 def write_options(folder: Path, options: Mapping[str, Any]) -> None:
@@ -162,7 +153,9 @@ def read_options(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         form, version = values.pop("format"), values.pop("version")
-        Options(graph_config=shape_in(values))
+        if isinstance(shape := values.get("graph_config"), dict):
+            values["graph_config"] = GraphConfig(**shape)
+        Options(graph_config=values.get("graph_config"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -181,35 +174,25 @@ def read_options(folder: Path) -> dict[str, Any]:
 
 
 def load_options(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
-    """Arguments of :func:`gsd_kernels.patch` for the model of ``folder``, its draft model loaded.
+    """Arguments of :func:`gsd_kernels.patch` for the model of ``folder``, its draft model loaded; once a model.
 
     Raises:
         ValueError: see :func:`read_options`, or a corpus that cannot be opened.
         OSError: a draft model that cannot be loaded.
     """
-    values = read_options(folder)
-    arguments: dict[str, Any] = {}
-    for name in ("drafter", "draft_heads"):
-        if name in values:
-            arguments[name] = OWN if values[name] == OWN else folder / values[name]
-    if "assistant_model" in values:
-        draft = AutoModelForCausalLM.from_pretrained(
-            folder / values["assistant_model"], dtype=target.dtype, trust_remote_code=True
-        )  # whose code came with the target's, which is trusted: else this would not run
+    if target in _options:
+        return _options[target]
+    values, code = read_options(folder), {"trust_remote_code": True}  # the target's is trusted: else this would not run
+    places = {name: folder / place for name, place in values.items() if name in PLACES and place != OWN}
+    arguments: dict[str, Any] = {**values, **places}
+    if "assistant_model" in places:
+        draft = AutoModelForCausalLM.from_pretrained(places["assistant_model"], dtype=target.dtype, **code)
         arguments["assistant_model"] = draft.to(properties.device_of(target)).eval()
-    if "assistant_tokenizer" in values:
-        arguments["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        arguments["assistant_tokenizer"] = AutoTokenizer.from_pretrained(
-            folder / values["assistant_tokenizer"], trust_remote_code=True
-        )
-    if "corpus" in values:
+    if (place := places.get("assistant_tokenizer")) is not None:
+        arguments["tokenizer"] = AutoTokenizer.from_pretrained(folder, **code)
+        arguments["assistant_tokenizer"] = AutoTokenizer.from_pretrained(place, **code)
+    if "corpus" in places:
         named = [source for name, source in SOURCES.items() if name in values]
-        arguments["draft_sources"] = (*named, "history", Corpus(folder / values["corpus"]))
-    shape = shape_in(values)
-    return arguments if shape is None else {**arguments, "graph_config": shape}
-
-
-def shape_in(values: Mapping[str, Any]) -> GraphConfig | str | None:
-    """The ``graph_config`` of a file's options."""
-    shape = values.get("graph_config")
-    return GraphConfig(**shape) if isinstance(shape, dict) else shape
+        arguments["draft_sources"] = (*named, "history", Corpus(arguments.pop("corpus")))
+    _options[target] = arguments
+    return arguments
