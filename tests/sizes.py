@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/engine": 63.6,
     "python/gsd_kernels_hf/exported": 6.3,
     "python/gsd_kernels_hf/model": 132.7,
-    "python/gsd_kernels_hf/packed": 53.3,
+    "python/gsd_kernels_hf/packed": 48.9,
     "python/gsd_kernels_hf/policy": 17.3,
     "python/gsd_kernels_hf/sources": 152.8,
     "python/gsd_kernels_hf/validate": 16.7,

@@ -23,8 +23,7 @@ from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.exported.folder import SOURCES
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
-from gsd_kernels_hf.packed.dense import load_tokenizer
-from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.packed.gguf import from_gguf, load_tokenizer
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.heads import DraftHeads

@@ -210,7 +210,7 @@ def _lock(handle: int, seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | (0 if seconds == math.inf else fcntl.LOCK_NB))
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise

@@ -17,7 +17,7 @@ from gsd_kernels_cli.demo.drafters import embedded
 from gsd_kernels_cli.demo.inflate import inflate, llama
 from gsd_kernels_cli.drawing import ACCEPTED, StepPicture, draw_step
 from gsd_kernels_hf.extras import cure
-from gsd_kernels_hf.packed import dense
+from gsd_kernels_hf.packed import gguf
 
 # ---- The embedded pair and drafters: right now and then, hence placed and fed as they were trained
 
@@ -51,10 +51,10 @@ def test_a_folder_is_made_once_and_without_the_package_pips_line_is_named(tmp_pa
     for name in ("__init__.py", "Model-Q4.gguf"):
         (package / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(dense, "NEEDED", ("json",))
+    monkeypatch.setattr(gguf, "NEEDED", ("json",))
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(dense, "load_model", lambda file: read.append(file) or tiny(dtype=torch.float32))
-    monkeypatch.setattr(dense, "load_tokenizer", lambda file: demo.load()[2])
+    monkeypatch.setattr(gguf, "load_model", lambda file: read.append(file) or tiny(dtype=torch.float32))
+    monkeypatch.setattr(gguf, "load_tokenizer", lambda file: demo.load()[2])
     assert smollm2.folder() == smollm2.folder() and len(read) == 1
     (package / "Model-Q4.gguf").unlink()
     with pytest.raises(smollm2.MissingModelError, match=f"which is not installed: .*{re.escape(cure('gguf'))}"):

@@ -18,8 +18,7 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.packed import KINDS, PACKERS, codes, pack_matrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.packed.adapters import stored_in
-from gsd_kernels_hf.packed.modules import matrix_of, packed_in
+from gsd_kernels_hf.packed.modules import matrix_of, packed_in, stored_in
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}

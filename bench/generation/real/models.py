@@ -15,8 +15,7 @@ from gsd_kernels_cli import comparison
 from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model.vocabulary import Translation
-from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
-from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.packed.gguf import from_gguf, load_model, load_tokenizer
 from gsd_kernels_hf.packed.modules import packed_in
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.memory import shipped_file

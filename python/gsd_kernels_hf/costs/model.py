@@ -22,8 +22,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.config import PLAIN
 
 from ..model.properties import size_in
-from ..packed.adapters import stored_in
-from ..packed.modules import Packed, packed_in
+from ..packed.modules import Packed, stored_in
 
 # Row counts, of all sequences together, at which seconds are known: 1, 2, 3 … 16, 24, 32, 48 … 16384. Kernels take
 # several rows at a time, so 11 may cost what 8 do, and 12 more.
@@ -132,10 +131,10 @@ def weight_bytes(model: nn.Module) -> float:
     if not isinstance(model, PreTrainedModel):
         return float(sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("embed_tokens")))
     read = {id(p): p.nbytes for p in model.parameters()}
-    read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
     for module in model.modules():
         if (stored := stored_in(module)) is not None:
-            read[id(module._parameters.get("weight", module))] = stored.nbytes
+            place = _place(module) if isinstance(module, Packed) else id(module._parameters.get("weight", module))
+            read[place] = stored.nbytes
     embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
 

@@ -22,8 +22,7 @@ from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.facts import Facts
 from ..model.fused import why_not
-from ..packed.adapters import stored_in
-from ..packed.modules import packed_in
+from ..packed.modules import stored_in
 from ..store import Document
 from .model import CostModel, CostPrior, layers_of, weight_bytes
 
@@ -105,8 +104,9 @@ def describe(models: Sequence[nn.Module], backend: str) -> dict[str, Any]:
     target = models[0]
 
     def identity(m: nn.Module) -> tuple[Any, ...]:
-        formats = {module.kind.name for module in packed_in(m)}
-        formats |= {stored.name for module in m.modules() if (stored := stored_in(module)) is not None}
+        formats = {
+            f"{stored.name}, {stored.kind}" for module in m.modules() if (stored := stored_in(module)) is not None
+        }
         return type(m).__name__, *map(str, placed(m)), weight_bytes(m), layers_of(m), sorted(formats)
 
     return {

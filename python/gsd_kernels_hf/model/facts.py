@@ -38,9 +38,7 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gsd_kernels.ops.packed import Kind as WeightFormat
-
-from ..packed.adapters import LibraryWeights, stored_in
+from ..packed.modules import Stored, stored_in
 from ..packed.samples import samples, versions
 from . import properties
 from .attention import configs_in, implementation_of
@@ -61,7 +59,7 @@ OF_ALL = calls._global_forward_pre_hooks, calls._global_forward_hooks
 ENTRIES = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 CALLED_OUTSIDE = ("generate", "__reduce_ex__")
 """Functions on a model itself that no forward calls."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, WeightFormat, enum.Enum, numbers.Number)
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, enum.Enum, numbers.Number)
 PLAIN_EXACTLY = frozenset(PLAIN)  # which most settings are, and a set is asked sooner
 HOLDERS = {"rope_deltas", *(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))}
 """Names of what PyTorch keeps of every module, parts and hooks, which are looked at apart, and of what transformers'
@@ -305,7 +303,7 @@ class Facts:
         return [own_of(module) for _, module in self.modules]
 
     @cached_property
-    def stored(self) -> list[LibraryWeights | None]:
+    def stored(self) -> list[Stored | None]:
         """How a library keeps the weights of the modules, in their order."""
         return [stored_in(module) for _, module in self.modules]
 
@@ -352,7 +350,7 @@ class Facts:
         places = [
             (t.data_ptr(), type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors if not t.is_meta
         ]
-        libraries = [(s.name, s.dtype, s.problem, s.rounds_rows) for s in self.stored if s is not None]
+        libraries = [(s.name, s.dtype, s.problem, s.kind) for s in self.stored if s is not None]
         around = [*map(pinned, hooks_of(*OF_ALL).values())]
         found = modules, configs, self.spaces, around, self.ambient, places, libraries
         kept = _kept.get(self.model)

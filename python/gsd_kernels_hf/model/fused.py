@@ -30,8 +30,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.state_rows import BLOCK
 
-from ..packed.adapters import stored_in
-from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of
+from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of, stored_in
 from . import proof, replay
 from .attention import AttentionKind
 from .facts import Facts, fact, foreign_code

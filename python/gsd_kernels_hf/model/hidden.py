@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..packed.modules import as_packed
+from ..packed.modules import Packed, unpacked
 from .facts import Facts, parts_of
 from .properties import device_of, logits_alone, text_config
 
@@ -146,8 +146,8 @@ def not_finite_for(model: PreTrainedModel, ids: Tensor) -> str | None:
 def spoiled_in(module: nn.Module) -> str | None:
     """A parameter of a module, or its packed matrix, that holds NaN or infinite numbers."""
     held: dict[str, Any] = {**module._parameters}
-    if (packed := as_packed(module)) is not None:
-        held["packed" if packed is module else "weight"] = packed.weight
+    if (dense := unpacked(module)) is not None:
+        held["packed" if isinstance(module, Packed) else "weight"] = dense
     for name, tensor in held.items():
         for part in () if tensor is None else parts_of(tensor):
             if part.is_floating_point() and not part.is_meta and not bool(part.isfinite().all()):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .entries import Strings
 from .header import Header
 
 logger = logging.getLogger("gsd_kernels")
@@ -66,7 +65,7 @@ def real(default: float | None = None, *, above: float = 0.0, below: float = mat
 def one_of(*values: bool | float | str, why: str = "") -> Field:
     """One of these values, the first by default."""
     expected = f"{' or '.join(map(str, values))}{why}"
-    return Field(lambda value: not isinstance(value, (list, Strings)) and value in values, expected, values[0])
+    return Field(lambda value: value in values, expected, values[0])
 
 
 SIZES = {
@@ -157,8 +156,8 @@ def _check_sizes(header: Header, values: dict[str, Any]) -> int:
         ("vocab_size", values["vocab_size"] in (0, shape[0]), f"{shape[0]}, the rows of {VOCABULARY}"),
     )
     check(header, values, rules)
-    tokens = header.fields.get("tokenizer.ggml.tokens", Strings(0))
-    if not isinstance(tokens, Strings) or tokens.count > shape[0]:
+    tokens = header.fields.get("tokenizer.ggml.tokens", range(0))
+    if not isinstance(tokens, range) or len(tokens) > shape[0]:
         expected = f"an array of {shape[0]} strings, one a row of {VOCABULARY}"
         raise header.refusal("tokenizer.ggml.tokens", tokens, expected)
     return shape[0]
@@ -213,6 +212,7 @@ def config_of(header: Header) -> PretrainedConfig:
         "intermediate_size": fields["feed_forward_length"],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": fields["attention.layer_norm_rms_epsilon"],
         "rope_parameters": rope,
@@ -221,8 +221,6 @@ def config_of(header: Header) -> PretrainedConfig:
         **{of: token for name, of in TOKENS.items() if (token := _token(header, name, vocabulary)) is not None},
         **{name: True for name, matrix in CHOSEN.items() if f"blk.0.{matrix}.bias" in header.tensors},
     }
-    if architecture != "qwen2" or head_dim * heads != hidden:  # whose config has no such name
-        values["head_dim"] = head_dim
     try:
         config = AutoConfig.for_model(architecture, **values)
     except Exception as error:  # transformers checks configs in ways of its own

@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..extras import cure
-from .entries import Strings, TensorEntry
+
+if TYPE_CHECKING:
+    from .reader import TensorEntry
 
 ARCHITECTURE = "general.architecture"
 
@@ -24,7 +26,7 @@ class Header:
 
     Attributes:
         path: of the file, of several the first.
-        fields: values by key: numbers, strings, lists of numbers, :class:`Strings`.
+        fields: values by key: numbers, strings, lists of numbers, ranges: places of strings that were passed over.
         tensors: by name.
     """
 
@@ -70,7 +72,7 @@ class Header:
 
     def refusal(self, what: str, value: object, expected: str) -> ValueError:
         """The error for a field or tensor that cannot be served; ``None`` is one that is not there."""
-        shown = f"an array of {value.count} strings" if isinstance(value, Strings) else repr(value)
+        shown = f"an array of {len(value)} strings" if isinstance(value, range) else repr(value)
         shown = "missing" if value is None else shown if len(shown) <= 80 else f"{shown[:80]}…"
         return ValueError(f"path: {self.path}: {what} is {shown}; expected {expected}")
 
@@ -110,4 +112,4 @@ def _read(path: Path) -> Header:
         reader = Reader(path)
     except Exception as error:  # of a library that reads numbers as they come
         raise ValueError(f"path: {path} is damaged, cut short or no GGUF file: {error}") from error
-    return Header(path, reader.values(), {entry.name: entry for entry in reader.entries})
+    return Header(path, reader.values(), reader.entries)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
-from .adapters import LibraryWeights, stored_in
+from .adapters import ADAPTERS, Stored
 from .readonly import ReadOnly
 from .samples import samples, versions
 
@@ -126,67 +126,90 @@ class PackedEmbedding(Packed):
         return rows.view(*input.shape, self.embedding_dim)
 
 
-def matrix_of(module: Any) -> Tensor | PackedMatrix:
-    """The weights of a linear layer or an embedding as they lie, [outputs, inputs]."""
-    if isinstance(module, Packed):
-        return module.matrix
-    if (stored := _readable(module)) is not None:
-        return _read(module, stored)
-    matrix: Tensor = module.weight.detach()
-    return matrix
-
-
-def _weights(module: Any) -> tuple[torch.dtype, torch.device, torch.Size]:
-    """Of a linear layer or an embedding, without unpacking anything; see the three functions below."""
-    if isinstance(module, Packed):
-        return module.like.dtype, module.packed.device, torch.Size((module.packed.shape[0], module.inputs))
-    weight = _readable(module) or module.weight
-    return weight.dtype, (weight if isinstance(weight, Tensor) else weight.tensors[0]).device, weight.shape
-
-
-def dtype_of(module: Any) -> torch.dtype:
-    """Of the weights of a linear layer or an embedding, or of what they stand for."""
-    return _weights(module)[0]
-
-
-def device_of_weights(module: Any) -> torch.device:
-    """Where the weights of a linear layer or an embedding lie."""
-    return _weights(module)[1]
-
-
-def shape_of(module: Any) -> torch.Size:
-    """Of the weights of a linear layer or an embedding: outputs and inputs."""
-    return _weights(module)[2]
-
-
-def as_packed(module: nn.Module) -> Packed | None:
-    """A module with packed weights: itself, or one over the weights of a library's; ``None`` for every other."""
-    if isinstance(module, Packed):
-        return module
-    stored = _readable(module)
-    return None if stored is None else linear_over(module, _read(module, stored), stored.dtype)
-
-
-def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
-    """A linear layer over the matrix that stands for ``module``, with that one's bias."""
+def packed_layer(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
+    """The embedding or linear layer over a matrix that is to stand for ``module``, with that one's bias."""
+    if isinstance(module, nn.Embedding):
+        return PackedEmbedding(matrix, dtype, module.padding_idx)
     bias = getattr(module, "bias", None)
     return PackedLinear(matrix, dtype, None if bias is None else bias.detach())
 
 
-def _readable(module: nn.Module) -> LibraryWeights | None:
+def stored_in(module: Any) -> Stored | None:
+    """How a linear layer or an embedding, of ours or a library's, keeps its weights; ``None`` where they are dense."""
+    if isinstance(module, Packed):
+        data, scales, name = module.packed, module.scales, module.kind.name
+        tensors = (data,) if scales is None else (data, scales)
+        shape = torch.Size((data.shape[0], module.inputs))
+        return Stored(shape, name, tensors, module.like.dtype, (name, lambda: tensors))
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    weight = module._parameters.get("weight")
+    if type(weight) is nn.Parameter and weight.is_floating_point():  # dense, as most are; asked often
+        return None
+    if not module._parameters and not module._buffers:  # as parts that hold others
+        return None
+    found = next((found for adapter in ADAPTERS if (found := adapter(module)) is not None), None)
+    return None if found is None else Stored(torch.Size((module.out_features, module.in_features)), *found)
+
+
+def _weights(module: Any) -> Tensor | Stored:
+    """A dense tensor, or what is read in its place: either has a shape, a dtype and a device."""
+    if (stored := stored_in(module)) is not None and stored.problem is None:
+        return stored
+    weight: Tensor = module.weight
+    return weight
+
+
+def matrix_of(module: Any) -> Tensor | PackedMatrix:
+    """The weights of a linear layer or an embedding as they lie, [outputs, inputs].
+
+    A copy of a library's is made anew only when a tensor that it was made of was changed.
+    """
+    if isinstance(module, Packed):
+        return module.matrix
+    stored = _weights(module)
+    if isinstance(stored, Tensor):
+        return stored.detach()
+    if (copy := _copies.get(module)) is not None and copy[0] == _content(stored.tensors):
+        return copy[1]
+    read = stored.read()
+    if any(read.data.data_ptr() == tensor.data_ptr() for tensor in stored.tensors):
+        _copies.pop(module, None)
+    else:
+        _copies[module] = _content(stored.tensors), read
+    return read
+
+
+def _content(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors), versions(tensors), samples(tensors)
+
+
+def dtype_of(module: Any) -> torch.dtype:
+    """Of the weights of a linear layer or an embedding, or of what they stand for."""
+    return _weights(module).dtype
+
+
+def device_of_weights(module: Any) -> torch.device:
+    """Where the weights of a linear layer or an embedding lie."""
+    return _weights(module).device
+
+
+def shape_of(module: Any) -> torch.Size:
+    """Of the weights of a linear layer or an embedding: outputs and inputs."""
+    return _weights(module).shape
+
+
+def unpacked(module: nn.Module) -> Tensor | None:
+    """The dense matrix of a module whose weights are packed; ``None`` for every other."""
     stored = stored_in(module)
-    return None if stored is None or stored.problem is not None else stored
+    if stored is None or stored.problem is not None:
+        return None
+    return unpack_rows(matrix_of(module), dtype=stored.dtype)
 
 
 def rounds_rows(model: nn.Module) -> bool:
     """Return whether a layer rounds its rows to eight bits: an activation's last bit may become a whole code there."""
-    for module in model.modules():
-        if isinstance(module, Packed):
-            if module.kind in ROUNDING_KINDS:
-                return True
-        elif (stored := _readable(module)) is not None and stored.rounds_rows:
-            return True
-    return False
+    return any(stored is not None and stored.rounds_rows for stored in map(stored_in, model.modules()))
 
 
 def packed_in(model: nn.Module) -> list[Packed]:
@@ -196,23 +219,6 @@ def packed_in(model: nn.Module) -> list[Packed]:
 
 _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], PackedMatrix]] = weakref.WeakKeyDictionary()
 """Packed matrices that had to be copied out of a library's order; each is made once, and beside the library's own."""
-
-
-def _read(module: nn.Module, stored: LibraryWeights) -> PackedMatrix:
-    """The module's matrix as it is now; a copy is made anew only when a tensor that it was made of was changed."""
-    if (copy := _copies.get(module)) is not None and copy[0] == _content(stored):
-        return copy[1]
-    matrix = stored.read()
-    if any(matrix.data.data_ptr() == tensor.data_ptr() for tensor in stored.tensors):
-        _copies.pop(module, None)
-    else:
-        _copies[module] = _content(stored), matrix
-    return matrix
-
-
-def _content(stored: LibraryWeights) -> tuple[Any, ...]:
-    tensors = stored.tensors
-    return tuple(t.data_ptr() for t in tensors), versions(tensors), samples(tensors)
 
 
 def copied_bytes(model: nn.Module) -> int:

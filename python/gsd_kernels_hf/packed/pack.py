@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.packed import PACKERS, PackedMatrix, pack_matrix
 from gsd_kernels.ops.packed.api import FLOATS
 
-from .adapters import compressed_tensors, stored_in
-from .modules import Packed, PackedEmbedding, linear_over
+from .adapters import compressed_tensors
+from .modules import Packed, packed_layer, stored_in
 
 
 @torch.no_grad()
@@ -47,7 +47,10 @@ def pack(model: PreTrainedModel, kind: str = "q8_0") -> PreTrainedModel:
     for module in layers.values():
         if id(module.weight) not in matrices:
             matrices[id(module.weight)] = pack_matrix(module.weight, kind)
-    return replace(model, {name: _packed(module, matrices[id(module.weight)]) for name, module in layers.items()})
+    packed = {
+        name: packed_layer(module, matrices[id(module.weight)], module.weight.dtype) for name, module in layers.items()
+    }
+    return replace(model, packed)
 
 
 @torch.no_grad()
@@ -73,17 +76,17 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
     layers: dict[str, Packed] = {}
     for name, module in model.named_modules():
         stored = stored_in(module)
-        if stored is None:
+        if stored is None or isinstance(module, Packed):
             continue
         if stored.problem is not None:
             raise ValueError(f"model: {name} {stored.problem}, so it cannot be kept packed")
         fits = stored.any_dtype or stored.dtype == model.dtype
         if not fits or any(tensor.device.type != "cpu" for tensor in stored.tensors):
-            place = stored.tensors[0].device
-            raise ValueError(f"model: {name} stands for {stored.dtype} on {place}; expected {model.dtype} on a CPU")
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
-        layers[name] = linear_over(module, stored.read(), model.dtype)
+            raise ValueError(
+                f"model: {name} stands for {stored.dtype} on {stored.device}; expected {model.dtype} on a CPU"
+            )
+        _check_hooks(name, module)
+        layers[name] = packed_layer(module, stored.read(), model.dtype)
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layers that a library quantised; this comes before its first "
@@ -125,14 +128,13 @@ def _check(name: str, module: nn.Linear | nn.Embedding) -> None:
         )
     if weight.shape[1] % 32:
         raise ValueError(f"model: {name} has rows of {weight.shape[1]} weights; blocks of 32 are packed")
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    _check_hooks(name, module, "forward" in vars(module))
+
+
+def _check_hooks(name: str, module: nn.Module, wrapped: bool = False) -> None:
+    """Raise for a module with a hook; ``wrapped``: it counts as one that the module's forward is its own."""
+    if wrapped or module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
-
-
-def _packed(module: nn.Linear | nn.Embedding, matrix: PackedMatrix) -> Packed:
-    if isinstance(module, nn.Embedding):
-        return PackedEmbedding(matrix, module.weight.dtype, module.padding_idx)
-    return linear_over(module, matrix, module.weight.dtype)
 
 
 def forbid_saving(model: PreTrainedModel, why: str) -> None:

@@ -9,21 +9,36 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
-from .entries import Strings, TensorEntry
-
 LENGTH = struct.Struct("<Q")  # of a string
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        shape: outputs first, as in PyTorch.
+        kind: of its numbers, as gguf names it: ``q4_0``.
+        path: of the file.
+        offset, nbytes: where its bytes lie there.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    path: Path
+    offset: int
+    nbytes: int
 
 
 class Reader(GGUFReader):  # type: ignore[misc]
     """The head of one file.
 
     Attributes:
-        entries: its tensors.
+        entries: its tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +48,7 @@ class Reader(GGUFReader):  # type: ignore[misc]
             raise ValueError("it is for big-endian machines")
 
     def values(self) -> dict[str, Any]:
-        """Fields by key: numbers, strings, lists of numbers, :class:`Strings`."""
+        """Fields by key: numbers, strings, lists of numbers, ranges: places of strings that were passed over."""
         return {key: _value(field) for key, field in self.fields.items() if not key.startswith("GGUF.")}
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -58,7 +73,7 @@ class Reader(GGUFReader):  # type: ignore[misc]
         return at - orig_offs, parts, [], [GGUFValueType.ARRAY, kind]
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        self.entries: list[TensorEntry] = []
+        self.entries: dict[str, TensorEntry] = {}
         end = 0
         for field in fields:
             _, _, _, dims, raw, (offset,) = field.parts
@@ -71,9 +86,9 @@ class Reader(GGUFReader):  # type: ignore[misc]
                 raise ValueError(
                     f"{field.name} has {nbytes} bytes from {offset} on; expected them from {end} on, within the file"
                 )
-            self.entries.append(TensorEntry(field.name, shape, kind.name.lower(), self.path, place, nbytes))
+            self.entries[field.name] = TensorEntry(shape, kind.name.lower(), self.path, place, nbytes)
             end += -(-nbytes // self.alignment) * self.alignment
-        if len({entry.name for entry in self.entries}) < len(fields):
+        if len(self.entries) < len(fields):
             raise ValueError("two tensors have one name")
 
 
@@ -81,4 +96,4 @@ def _value(field: ReaderField) -> Any:
     kind, *of = field.types
     if kind != GGUFValueType.ARRAY:
         return field.contents()
-    return Strings(int(field.parts[-1][0])) if of == [GGUFValueType.STRING] else field.parts[-1].tolist()
+    return range(int(field.parts[-1][0])) if of == [GGUFValueType.STRING] else field.parts[-1].tolist()

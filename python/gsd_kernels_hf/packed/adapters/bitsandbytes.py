@@ -11,94 +11,80 @@ beyond the threshold. A row's result then depends on the rows beside it, so ther
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
+from gsd_kernels.ops.packed import halves
 from gsd_kernels.ops.packed.matrix import MOST_CODES
 
-from .base import LibraryWeights, scales_of_rows, unread
+from .base import Described, Layout
 
 ROWS = 32  # that are rewritten together
 
 
-def stored(module: nn.Module) -> LibraryWeights | None:
+def described(module: nn.Module) -> Described | None:
     """Weights of a linear layer of bitsandbytes, or ``None``."""
-    if "bitsandbytes" not in sys.modules or not isinstance(module, nn.Linear):
-        return None
     weight: Any = module._parameters.get("weight")
-    name = f"{type(weight).__name__} of bitsandbytes"
-    if not type(weight).__module__.startswith("bitsandbytes."):
+    if not isinstance(module, nn.Linear) or not type(weight).__module__.startswith("bitsandbytes."):
         return None
     if type(module).__name__ == "Linear8bitLt":
         return _int8(module, weight)
+    name = f"{type(weight).__name__} of bitsandbytes"
     if type(weight).__name__ != "Params4bit":
-        return unread(name, f"is a {type(module).__name__} of bitsandbytes", weight)
-    state = weight.quant_state or getattr(module, "quant_state", None)
+        return name, (weight,), weight.dtype, f"is a {type(module).__name__} of bitsandbytes"
+    state: Any = weight.quant_state or getattr(module, "quant_state", None)
     if state is None:
-        return unread(name, "is not quantised yet", weight)
-    rewritten = bool(getattr(state, "packing_format_for_cpu", False))
-    nested = [state.absmax, state.state2.absmax, state.offset] if state.nested else [state.absmax]
-    tensors = (weight, *nested)
+        return name, (weight,), weight.dtype, "is not quantised yet"
+    nested = (state.absmax, state.state2.absmax, state.offset) if state.nested else (state.absmax,)
+    return f"{state.quant_type} of bitsandbytes", (weight, *nested), state.dtype, _by_blocks(weight, state)
+
+
+def _by_blocks(weight: Any, state: Any) -> str | Layout:
+    """Codes of four bits."""
     if len(state.shape) != 2 or state.shape[1] % state.blocksize:
         # Whose dequantisation goes by rows on one processor and by weights on another.
-        problem = f"is {list(state.shape)} in blocks of {state.blocksize} that do not end with its rows"
-        return unread(name, problem, *tensors)
-    (outputs, inputs), groups = state.shape, state.shape[1] // state.blocksize
+        return f"is {list(state.shape)} in blocks of {state.blocksize} that do not end with its rows"
+    outputs, inputs = state.shape
 
-    def read() -> PackedMatrix:
-        if rewritten:
-            data = in_rows(weight.data, inputs)
-            scales = state.absmax.T.float().contiguous()  # [groups, outputs] before
-        else:
-            data = weight.data.view(torch.uint8).view(outputs, inputs // 2)
-            scales = scales_of(state).view(outputs, groups)
-        return PackedMatrix(BY_NAME[state.quant_type], data, inputs, scales)
+    def made() -> tuple[Tensor, ...]:
+        if getattr(state, "packing_format_for_cpu", False):
+            return in_rows(weight.data, inputs), state.absmax.T  # [groups, outputs] before
+        scales = state.absmax
+        if state.nested:
+            from bitsandbytes.functional import dequantize_blockwise
 
-    return LibraryWeights(f"{state.quant_type} of bitsandbytes", tensors, torch.Size(state.shape), state.dtype, read)
+            scales = dequantize_blockwise(scales, state.state2) + state.offset
+        return weight.data.view(torch.uint8).view(outputs, inputs // 2), scales.view(outputs, -1)
+
+    return state.quant_type, made
 
 
 def threshold_of(module: Any) -> float:
     """Beyond which a value takes its column out of the integer product of all rows of a forward; 0: none does."""
-    if "bitsandbytes" not in sys.modules or type(module).__name__ != "Linear8bitLt":
+    if type(module).__name__ != "Linear8bitLt":
         return 0.0
     return float(getattr(getattr(module, "state", None), "threshold", 0.0))
 
 
-def _int8(module: Any, weight: Any) -> LibraryWeights:
+def _int8(module: Any, weight: Any) -> Described:
     """LLM.int8(): codes [outputs, inputs], and the magnitude that 127 stands for in each row."""
     holder = weight if weight.CB is not None else module.state  # the first forward moves them there
     codes, most = holder.CB, holder.SCB
-    tensors = tuple(t for t in (weight, codes, most) if t is not None)
-    name = "int8 of bitsandbytes"
+    how: str | Layout = "int8_vectorwise", lambda: (codes, most.view(-1, 1))
     if module.state.has_fp16_weights:
-        return unread(name, "has weights that are quantised at every forward", *tensors)
-    if codes is None or most is None:
-        return unread(name, "is not quantised yet", *tensors)
-    if (threshold := threshold_of(module)) > 0:
-        problem = f"takes columns with a value beyond {threshold:g} out of the product of all rows"
-        return unread(name, problem, *tensors)
-    if module.training:
-        return unread(name, "is in training mode, in which bitsandbytes multiplies floats", *tensors)
-    if codes.shape[1] > MOST_CODES:
-        return unread(name, f"has rows of {codes.shape[1]} weights, whose sums do not fit into 32 bits", *tensors)
-
-    def read() -> PackedMatrix:
-        data = codes.detach().contiguous()
-        return PackedMatrix(BY_NAME["int8_vectorwise"], data, codes.shape[1], scales_of_rows(most, codes.shape[0]))
-
-    return LibraryWeights(name, (codes, most), codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
-
-
-def scales_of(state: Any) -> Tensor:
-    """float32, in the order of the weights."""
-    from bitsandbytes.functional import dequantize_blockwise
-
-    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-    return scales.float().contiguous()
+        how = "has weights that are quantised at every forward"
+    elif codes is None or most is None:
+        how = "is not quantised yet"
+    elif (threshold := threshold_of(module)) > 0:
+        how = f"takes columns with a value beyond {threshold:g} out of the product of all rows"
+    elif module.training:
+        how = "is in training mode, in which bitsandbytes multiplies floats"
+    elif codes.shape[1] > MOST_CODES:
+        how = f"has rows of {codes.shape[1]} weights, whose sums do not fit into 32 bits"
+    tensors = tuple(tensor for tensor in (codes, most) if tensor is not None) or (weight,)
+    return "int8 of bitsandbytes", tensors, torch.float32, how
 
 
 def in_rows(rewritten: Tensor, inputs: int) -> Tensor:

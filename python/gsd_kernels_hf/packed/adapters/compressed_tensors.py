@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
+from gsd_kernels.ops.packed import halves
 
-from .base import BY_BITS, LibraryWeights, scales_of_rows, unread
+from .base import BY_BITS, Described, Layout
 
 WORDS = ("pack-quantized",)
 """Formats whose weights lie in words of 32 bits."""
@@ -23,59 +23,69 @@ BYTES = ("int-quantized", "naive-quantized")
 """Formats whose weights of eight bits are bytes."""
 
 
-def stored(module: nn.Module) -> LibraryWeights | None:
+def described(module: nn.Module) -> Described | None:
     """Weights of a compressed linear layer, or ``None``."""
     scheme, own = getattr(module, "quantization_scheme", None), module._parameters
-    codes: Any = own.get("weight_packed", own.get("weight"))
+    codes = own.get("weight_packed", own.get("weight"))
     packed = "weight_packed" in own and "weight" not in own
     if not isinstance(module, nn.Linear) or codes is None or not (packed or (scheme and codes.dtype == torch.int8)):
         return None
-    scale, zero = own.get("weight_scale"), own.get("weight_zero_point")
-    form = _word(getattr(scheme, "format", None))
-    name, tensors = f"{form} of compressed-tensors", tuple(t for t in (codes, scale, zero) if t is not None)
-    weights, rows = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
-    if weights is None or scale is None:
-        return unread(name, "has no scales", *tensors)
-    if form not in (WORDS if packed else BYTES):
-        return unread(name, f"is compressed as {form}", *tensors)
-    problem = _problem(module, scheme, scale, zero) if packed else _problem_of_bytes(module, scheme, zero)
-    if problem is not None:
-        return unread(name, problem, *tensors)
-    outputs, inputs = module.out_features, module.in_features
-
-    def read() -> PackedMatrix:
-        if not packed:
-            kind = BY_NAME["int8" if rows is None else "int8_rounded"]
-            return PackedMatrix(kind, codes.detach().contiguous(), inputs, scales_of_rows(scale, outputs))
-        kind, middle = BY_NAME[BY_BITS[weights.num_bits]], 1 << (weights.num_bits - 1)
-        data = codes.detach().contiguous().view(torch.uint8)[:, : kind.row_bytes(inputs)].contiguous()
-        scales = scale.detach().float().reshape(-1, _groups(scale)).expand(outputs, -1)
-        zeros = torch.full_like(scales, middle) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
-        return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros], -1))
-
-    return LibraryWeights(
-        name, tensors, torch.Size((outputs, inputs)), scale.dtype, read, rounds_rows=not packed and rows is not None
-    )
+    scale, zero, form = own.get("weight_scale"), own.get("weight_zero_point"), _word(getattr(scheme, "format", None))
+    tensors = tuple(tensor for tensor in (codes, zero, scale) if tensor is not None)
+    how: str | Layout
+    if scale is None or getattr(scheme, "weights", None) is None:
+        how = "has no scales"
+    elif form not in (WORDS if packed else BYTES):
+        how = f"is compressed as {form}"
+    else:
+        how = (_words if packed else _bytes)(module, scheme, codes, scale, zero)
+    return f"{form} of compressed-tensors", tensors, tensors[-1].dtype, how
 
 
-def _problem_of_bytes(module: Any, scheme: Any, zero: Tensor | None) -> str | None:
-    """Why weights that are bytes are not read; activations of eight bits may go with them."""
-    if _word(scheme.weights.strategy) not in ("tensor", "channel"):
-        return f"has scales by {_word(scheme.weights.strategy)}"
+def _bytes(module: Any, scheme: Any, codes: Tensor, scale: Tensor, zero: Tensor | None) -> str | Layout:
+    """Weights that are bytes; activations of eight bits may go with them."""
+    strategy, rows = _word(scheme.weights.strategy), scheme.input_activations
+    if strategy not in ("tensor", "channel"):
+        return f"has scales by {strategy}"
     if not scheme.weights.symmetric or zero is not None:
         return "has zero points"
     if scheme.output_activations is not None:
         return "quantises what it computes"
     if not getattr(module, "quantization_enabled", True):
         return "has its quantisation switched off"
-    rows = scheme.input_activations
-    if rows is None:
-        return None
-    if _word(rows.type) != "int" or rows.num_bits != 8 or not rows.symmetric or rows.scale_dtype is not None:
-        return "quantises its activations to something else than eight bits around 0"
-    if rows.dynamic is not True or _word(rows.strategy) != "token":
-        return f"quantises its activations by {_word(rows.strategy)}" + ("" if rows.dynamic else ", not dynamically")
-    return None
+    if rows is not None:
+        if _word(rows.type) != "int" or rows.num_bits != 8 or not rows.symmetric or rows.scale_dtype is not None:
+            return "quantises its activations to something else than eight bits around 0"
+        if rows.dynamic is not True or _word(rows.strategy) != "token":
+            how = "" if rows.dynamic else ", not dynamically"
+            return f"quantises its activations by {_word(rows.strategy)}{how}"
+    return "int8" if rows is None else "int8_rounded", lambda: (codes, scale.reshape(-1, 1))
+
+
+def _words(module: Any, scheme: Any, codes: Tensor, scale: Tensor, zero: Tensor | None) -> str | Layout:
+    """Weights in words of 32 bits."""
+    bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
+    groups = scale.shape[-1] if scale.dim() == 2 else 1  # of a row
+    if scheme.input_activations is not None or scheme.output_activations is not None:
+        return "quantises its activations"
+    if bits not in BY_BITS:
+        return f"has codes of {bits} bits"
+    if strategy not in ("tensor", "channel", "group"):
+        return f"has scales by {strategy}"
+    if getattr(module, "weight_g_idx", None) is not None:
+        return "has groups of inputs that do not lie together"
+    if strategy == "tensor" and zero is not None:
+        return "has one zero point for all weights"
+    if module.in_features % (2 * groups):
+        return f"has {groups} scales for {module.in_features} inputs"
+
+    def made() -> tuple[Tensor, ...]:
+        outputs, scales = module.out_features, scale.reshape(-1, groups)
+        data = codes.contiguous().view(torch.uint8)[:, : module.in_features * bits // 8]
+        zeros = torch.full_like(scales, 1 << (bits - 1)) if zero is None else _unpacked(zero, outputs, bits)
+        return data, scales, zeros
+
+    return BY_BITS[bits], made
 
 
 def _word(value: Any) -> str:
@@ -90,31 +100,8 @@ def release(model: nn.Module) -> None:
         hook.remove()
 
 
-def _groups(scale: Tensor) -> int:
-    """Scales of a row."""
-    return scale.shape[-1] if scale.dim() == 2 else 1
-
-
-def _problem(module: Any, scheme: Any, scale: Tensor, zero: Tensor | None) -> str | None:
-    """Why weights in words of 32 bits are not read."""
-    bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
-    if scheme.input_activations is not None or scheme.output_activations is not None:
-        return "quantises its activations"
-    if bits not in BY_BITS:
-        return f"has codes of {bits} bits"
-    if strategy not in ("tensor", "channel", "group"):
-        return f"has scales by {strategy}"
-    if getattr(module, "weight_g_idx", None) is not None:
-        return "has groups of inputs that do not lie together"
-    if strategy == "tensor" and zero is not None:
-        return "has one zero point for all weights"
-    if module.in_features % (2 * _groups(scale)):
-        return f"has {_groups(scale)} scales for {module.in_features} inputs"
-    return None
-
-
 def _unpacked(words: Tensor, outputs: int, bits: int) -> Tensor:
     """Codes uint8 [outputs, groups] of words [outputs · bits / 32, groups], which are packed along the outputs."""
-    rows = words.detach().T.contiguous().view(torch.uint8)  # [groups, bytes]
+    rows = words.T.contiguous().view(torch.uint8)  # [groups, bytes]
     codes = halves.split(rows) if bits == 4 else rows
     return codes[:, :outputs].T

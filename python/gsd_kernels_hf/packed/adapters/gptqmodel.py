@@ -7,47 +7,36 @@ scales and offsets to the dtype of the activations: the model is another one fro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
+from gsd_kernels.ops.packed import halves
 
 from . import int4pack
-from .base import BY_BITS, LibraryWeights, unread
+from .base import BY_BITS, Described, Layout
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word's half bytes, the lowest first."""
 
 
-def stored(module: Any) -> LibraryWeights | None:
+def described(module: Any) -> Described | None:
     """Weights of a linear layer of gptqmodel, or ``None``."""
     if not type(module).__module__.startswith("gptqmodel.") or not isinstance(getattr(module, "qweight", None), Tensor):
         return None
     name = f"{type(module).__name__} of gptqmodel"
-    tensors = tuple(t for t in (module.qweight, module.qzeros, module.scales, numbers_of(module)) if t is not None)
-    problem = problem_of(module) if type(module).__name__ in READERS else f"is a {name}"
-    if problem is not None:
-        return unread(name, problem, *tensors)
-    shape, dtype = torch.Size((module.out_features, module.in_features)), module.scales.dtype
-
-    def read() -> PackedMatrix:
-        if (numbers := numbers_of(module)) is not None:
-            return int4pack.matrix(module.qweight, numbers, shape[1])
-        return READERS[type(module).__name__](module)
-
-    return LibraryWeights(name, tensors, shape, dtype, read)
+    # Scales and offsets in the order of PyTorch's product, once a layer was put into that.
+    numbers = module.scales_and_zeros if getattr(module, "_cpu_transformed", False) else None
+    tensors = tuple(t for t in (module.qweight, module.qzeros, module.scales, numbers) if t is not None)
+    how = _how(module, numbers) if type(module).__name__ in READERS else f"is a {name}"
+    return name, tensors, module.scales.dtype, how
 
 
-def numbers_of(module: Any) -> Tensor | None:
-    """Scales and offsets in the order of PyTorch's product, once a layer was put into that."""
-    return module.scales_and_zeros if getattr(module, "_cpu_transformed", False) else None
-
-
-def problem_of(module: Any) -> str | None:
-    """Why a layer of a class in :data:`READERS` is not read."""
-    groups, numbers = len(module.scales), numbers_of(module)
+def _how(module: Any, numbers: Tensor | None) -> str | Layout:
+    """Of a layer of a class in :data:`READERS`."""
+    groups, made = len(module.scales), READERS[type(module).__name__]
     if getattr(module, "adapter", None) is not None:
         return "has an adapter"
     if getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False):
@@ -59,30 +48,30 @@ def problem_of(module: Any) -> str | None:
     if module.in_features % groups or (order is not None and not torch.equal(order.cpu().int(), in_order)):
         return "has groups of inputs that do not lie together"
     if numbers is not None:
-        return int4pack.problem(module.qweight, numbers)
-    awq = "Awq" in type(module).__name__
+        return int4pack.layout(module.qweight, numbers)
     rows = (module.in_features, module.out_features // 8 * module.bits // 4)
-    if awq and module.bits != 4:
+    if made is awq and module.bits != 4:
         return "has AWQ's codes of eight bits"
-    if not awq:
+    if made is gptq:
         rows = (module.in_features // 8 * module.bits // 4, module.out_features)
         if module.qzero_format() != 2:
             return "has zero points of GPTQ's first format"
     if tuple(module.qweight.shape) != rows or module.qweight.dtype != torch.int32:
         return f"has words of {module.qweight.dtype}, {list(module.qweight.shape)}"
-    return None
+    return BY_BITS[module.bits], partial(made, module)
 
 
-def gptq(module: Any) -> PackedMatrix:
+def gptq(module: Any) -> tuple[Tensor, ...]:
     """Words [inputs · bits / 32, outputs]; value = scale (code − zero)."""
     data = module.qweight.T.contiguous().view(torch.uint8)  # bytes of a word follow each other, the lowest first
-    return _matrix(module, data, _codes(module.qzeros) if module.bits == 4 else module.qzeros.view(torch.uint8))
+    zeros = _codes(module.qzeros) if module.bits == 4 else module.qzeros.view(torch.uint8)
+    return data, module.scales.T, zeros.T
 
 
-def awq(module: Any) -> PackedMatrix:
+def awq(module: Any) -> tuple[Tensor, ...]:
     """Words [inputs, outputs / 8]; value = scale (code − zero)."""
     codes, zeros = (_in_order(_codes(words)) for words in (module.qweight, module.qzeros))
-    return _matrix(module, halves.join(codes.T), zeros)
+    return halves.join(codes.T), module.scales.T, zeros.T
 
 
 def _codes(words: Tensor) -> Tensor:
@@ -93,12 +82,6 @@ def _codes(words: Tensor) -> Tensor:
 def _in_order(codes: Tensor) -> Tensor:
     places = torch.tensor([AWQ.index(i) for i in range(8)], dtype=torch.int64, device=codes.device)
     return codes.unflatten(1, (-1, 8))[..., places].flatten(1)
-
-
-def _matrix(module: Any, data: Tensor, zeros: Tensor) -> PackedMatrix:
-    numbers = torch.stack([module.scales.float(), zeros.float()], -1)  # [groups, outputs, 2]
-    kind = BY_NAME[BY_BITS[module.bits]]
-    return PackedMatrix(kind, data, module.in_features, numbers.transpose(0, 1).contiguous())
 
 
 READERS = {"TorchLinear": gptq, "TorchAtenLinear": gptq, "AwqTorchLinear": awq, "TorchAtenAwqLinear": awq}

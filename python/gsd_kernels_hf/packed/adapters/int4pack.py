@@ -12,32 +12,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
+from gsd_kernels.ops.packed import halves
+
+from .base import Layout
 
 TOGETHER = (64, 32)
 
 
-def matrix(packed: Tensor, scale_and_zero: Tensor, inputs: int) -> PackedMatrix:
+def layout(packed: Tensor, scale_and_zero: Tensor) -> str | Layout:
     """Of bytes [outputs, inputs / 2] and numbers [groups, outputs, 2]: value = scale (code − 8) + zero."""
-    order = order_of_outputs()
-    assert order is not None  # who asks has looked at `problem`
-    return PackedMatrix(
-        BY_NAME["int4_offset"],
-        unpacked_rows(packed, inputs, order),
-        inputs,
-        scale_and_zero.detach().transpose(0, 1).float().contiguous(),
-    )
-
-
-def problem(packed: Tensor, scale_and_zero: Tensor) -> str | None:
-    """Why such weights cannot be read here; completes a sentence that begins with the module's name."""
     if scale_and_zero.dtype not in (torch.bfloat16, torch.float16):
         return f"has scales of {scale_and_zero.dtype}, with which PyTorch rounds as the processor does"
     if packed.dim() != 2 or packed.dtype != torch.uint8:
         return f"has codes of {packed.dtype}, {list(packed.shape)}, in an order that is not known"
-    if order_of_outputs() is None:
+    if (order := order_of_outputs()) is None:
         return "has codes in an order of PyTorch's that is not known"
-    return None
+    inputs = 2 * packed.shape[1]
+    return "int4_offset", lambda: (unpacked_rows(packed, inputs, order), *scale_and_zero.transpose(0, 1).unbind(-1))
 
 
 def unpacked_rows(packed: Tensor, inputs: int, together: int) -> Tensor:
