@@ -195,7 +195,7 @@ class MtpTraining(UnrolledTraining):
 
     def initialise(self, module: Mtp) -> None:
         """It begins as the target's own guess: its last state, and a copy of its layer that adds nothing yet."""
-        size = module.config.hidden_size
+        size = module.sizes.hidden_size
         for name, parameter in module.block.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.zero_()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -94,7 +93,7 @@ def fetch(
         found = Path(
             snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
         )
-    except (HFValidationError, OSError) as error:
+    except (ValueError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise bad(f"{where} is no folder here and could not be fetched from the hub: {first}", what) from error
     if download:  # else it may be a part of what is there

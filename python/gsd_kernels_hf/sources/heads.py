@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -26,7 +25,7 @@ from gsd_kernels import GraphConfig
 
 from ..files import path_of, write_file, write_json
 from ..model.attention import AttentionKind, GraphInputs, configs_in, switched_configs
-from ..model.properties import device_of, text_config, vocabulary
+from ..model.properties import text_config, vocabulary
 from ..packed.modules import device_of_weights
 from .base import Level, Text
 from .checkpoints import (
@@ -135,7 +134,7 @@ class DraftHeads(nn.Module):
     def for_model(cls, target: PreTrainedModel, num_heads: int, *, num_layers: int = 1) -> DraftHeads:
         """Untrained heads of ``target``'s size, dtype and device."""
         shape = shape_of(target)
-        heads = cls(int(shape["hidden_size"]), num_heads, num_layers=num_layers, target=shape)
+        heads = cls(shape["hidden_size"], num_heads, num_layers=num_layers, target=shape)
         return heads.to(_device(target), target.dtype)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -235,7 +234,7 @@ class DraftHeads(nn.Module):
         return f"<DraftHeads: {sizes}{made_for}>"
 
 
-def shape_of(target: PreTrainedModel) -> dict[str, int | str]:
+def shape_of(target: PreTrainedModel) -> dict[str, Any]:
     """Kind, width, layers and vocabulary of a target, by which heads tell it from others."""
     config = text_config(target)
     return {
@@ -309,7 +308,8 @@ class Gemma4Assistant(nn.Module):
         self.width = model.config.backbone_hidden_size  # of the target
         self.configs, types = configs_in(model.modules()), self.sizes.layer_types
         # transformers' mask has both ends in it, and the root's own place is not stored.
-        self.windows = [self.sizes.sliding_window + 2 if kind == "sliding_attention" else None for kind in types]
+        window = self.sizes.sliding_window
+        self.kinds = tuple(AttentionKind(window + 2 if kind == "sliding_attention" else None) for kind in types)
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Gemma4Assistant:
@@ -326,7 +326,7 @@ class Gemma4Assistant(nn.Module):
             config = kind.config_class.from_dict(read_json(folder / CONFIG))
             with torch.device("meta"):
                 empty = kind(config)
-        except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        except Exception as error:  # whatever transformers' classes say
             raise bad(f"{folder} has no readable config of a Gemma 4 assistant: {error}") from error
         cls(empty).check_target(target)
         model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
@@ -338,7 +338,7 @@ class Gemma4Assistant(nn.Module):
         return found
 
     def __repr__(self) -> str:
-        return f"<Gemma4Assistant: {len(self.windows)} layer(s) of width {self.sizes.hidden_size}>"
+        return f"<Gemma4Assistant: {len(self.kinds)} layer(s) of width {self.sizes.hidden_size}>"
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the assistant fits a target's vocabulary, width and types of layers.
@@ -425,8 +425,7 @@ class AssistantDrafts(LastState, Recursion):
         self.embed = text.target.stepping.get_input_embeddings()
         stored = stored_by(text.target.model)
         self.layers = {kind: stored[kind][0] for kind in self.module.sizes.layer_types}
-        self.device = device_of(self.module.model)
-        self.kinds = tuple(map(AttentionKind, self.module.windows))
+        self.device = self.module.model.device
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape."""
@@ -446,7 +445,7 @@ class AssistantDrafts(LastState, Recursion):
         kv_len, kv_start, to = self.text.kv_len, self.state.kv_start, self.device
         zeros = torch.zeros_like(tokens, dtype=torch.int32)  # [B, W]; all rows are where the root is
         graph = zeros[..., None], kv_len, kv_start, zeros, zeros[:, :1], self.text.target.backend
-        inputs = GraphInputs(*graph, self.kinds)
+        inputs = GraphInputs(*graph, self.module.kinds)
         stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}
         embedded = self.embed(tokens.long()).to(vectors.dtype)
         positions = (kv_len - kv_start)[:, None].long().expand(tokens.shape)

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 
 from .. import validate
-from ..model import properties
 from ..model.linear import with_cpu_linears
 from ..model.probe import examine
+from ..model.properties import device_of, text_config, unwrap, vocabulary, with_children
 from ..model.recurrent.mixers import keeps_state
 from ..model.runner import RowModel
 from ..progress import tracked
@@ -64,14 +64,14 @@ class LayerSkip(Expansion):
     stem = 1
 
     def __init__(self, model: PreTrainedModel, *, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None:
-        self.model = properties.unwrap(model)
+        self.model = unwrap(model)
         validate.check_model("model", self.model)
         blocks = _Blocks(self.model)
         given = [(part, index) for part, all_ in zip(PARTS, (attention, mlp), strict=True) for index in all_]
         for part, index in given:
             if type(index) is not int:
                 raise TypeError(f"{part}: expected indices of layers, got {index!r}")
-            if (part, index) not in blocks.modules:
+            if (part, index) not in blocks.names:
                 raise ValueError(f"{part}: expected indices 0 … {len(blocks.layers) - 1}, got {index}")
         if not given:
             raise ValueError(
@@ -154,26 +154,22 @@ class LayerSkip(Expansion):
         Raises:
             TypeError, ValueError: as for the class, or ``input_ids`` or ``seconds`` is no such thing.
         """
-        model = properties.unwrap(model)
+        model = unwrap(model)
         validate.check_model("model", model)
-        validate.check_prompt(input_ids, None, properties.vocabulary(model))
+        validate.check_prompt(input_ids, None, vocabulary(model))
         if input_ids.shape[1] < 2:
             raise ValueError(f"input_ids: expected at least 2 tokens a row, got {input_ids.shape[1]}")
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ValueError(f"seconds: expected a number above 0, or None for no limit, got {seconds!r}")
-        blocks = _Blocks(model)
-        total = 2 * len(blocks.modules) - 1
-        with tracked("LayerSkip.search", total, "steps") as update:
-            shown = update if progress is None else lambda done, _: progress(done, total)
-            found = _best_blocks(blocks, input_ids, math.inf if seconds is None else seconds, total, shown)
+        found = _best_blocks(_Blocks(model), input_ids, math.inf if seconds is None else seconds, progress)
         return cls(model, **{name: [i for part, i in found if part == name] for name in PARTS})
 
 
 def _best_blocks(
-    blocks: _Blocks, input_ids: Tensor, seconds: float, total: int, update: Callable[[int, str], None]
+    blocks: _Blocks, input_ids: Tensor, seconds: float, progress: Callable[[int, int], None] | None
 ) -> frozenset[Block]:
-    """The greedy search of :meth:`LayerSkip.search`; ``update`` is called with steps done of ``total``, and a note."""
-    begin, ids = time.monotonic(), input_ids.to(properties.device_of(blocks.model))
+    """The greedy search of :meth:`LayerSkip.search`."""
+    begin, ids, total = time.monotonic(), input_ids.to(device_of(blocks.model)), 2 * len(blocks.names) - 1
     # The plain products of half precision take most of the time on CPUs without instructions for it.
     quick = _Blocks(with_cpu_linears(blocks.model, "auto"))
 
@@ -181,45 +177,51 @@ def _best_blocks(
         return view(input_ids=ids, use_cache=False).logits.argmax(-1)  # [B, L]
 
     def tell(steps: int) -> None:
-        update(steps, f"{best[0]:.2f} times the speed at best")
+        if progress is None:
+            update(steps, f"{best[0]:.2f} times the speed at best")
+        else:
+            progress(steps, total)
 
     def promise(block: Block) -> float:  # the speed without it too, if it agrees as often as when it was last tried
         return expected_speed(min(agreements[block], agreement), blocks.share(skipped | {block}))
 
-    wanted, agreements = best_tokens(quick.model), dict.fromkeys(blocks.modules, 1.0)
+    wanted, agreements = best_tokens(quick.model), dict.fromkeys(blocks.names, 1.0)
     best: tuple[float, frozenset[Block]] = 0.0, frozenset()
-    agreement, skipped, floor = 1.0, frozenset[Block](), blocks.share(blocks.modules)
+    agreement, skipped, floor = 1.0, frozenset[Block](), blocks.share(blocks.names)
     done = forwards = 0
-    while len(skipped) < len(blocks.modules) - 1 and expected_speed(agreement, floor) > best[0]:
-        taken = -1.0, 0.0, skipped
-        # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
-        left = [block for block in blocks.modules if block not in skipped and not blocks.attending <= skipped | {block}]
-        for block in sorted(left, key=lambda block: (-promise(block), block)):
-            if taken[0] >= promise(block):
-                break
-            if forwards and time.monotonic() - begin > seconds:
-                logger.warning(
-                    "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far "
-                    "is returned (expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
-                    *(seconds, forwards, ids.numel(), best[0]),
-                )
-                return best[1]
-            without, speed, agrees = skipped | {block}, 0.0, 0.0
-            # A later layer attends to its keys and values, as in Gemma 3n and 4; what it is given is not hidden states
-            # alone, as in Zaya.
-            with suppress(LookupError, TypeError):
-                agrees = float((best_tokens(quick.without(without)) == wanted).float().mean())
-                speed = expected_speed(agrees, blocks.share(without))
-                forwards += 1
-            agreements[block] = agrees
-            best = max(best, (speed, without), key=lambda one: one[0])
-            taken = max(taken, (speed, agrees, without), key=lambda one: one[0])
-            done += not skipped
+    with tracked("LayerSkip.search", total, "steps") as update:
+        while len(skipped) < len(blocks.names) - 1 and expected_speed(agreement, floor) > best[0]:
+            taken = -1.0, 0.0, skipped
+            # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
+            left = [
+                block for block in blocks.names if block not in skipped and not blocks.attending <= skipped | {block}
+            ]
+            for block in sorted(left, key=lambda block: (-promise(block), block)):
+                if taken[0] >= promise(block):
+                    break
+                if forwards and time.monotonic() - begin > seconds:
+                    logger.warning(
+                        "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far "
+                        "is returned (expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
+                        *(seconds, forwards, ids.numel(), best[0]),
+                    )
+                    return best[1]
+                without, speed, agrees = skipped | {block}, 0.0, 0.0
+                # A later layer attends to its keys and values, as in Gemma 3n and 4; what it is given is not hidden
+                # states alone, as in Zaya.
+                with suppress(LookupError, TypeError):
+                    agrees = float((best_tokens(quick.without(without)) == wanted).float().mean())
+                    speed = expected_speed(agrees, blocks.share(without))
+                    forwards += 1
+                agreements[block] = agrees
+                best = max(best, (speed, without), key=lambda one: one[0])
+                taken = max(taken, (speed, agrees, without), key=lambda one: one[0])
+                done += not skipped
+                tell(done)
+            _, agreement, skipped = taken
+            done += 1
             tell(done)
-        _, agreement, skipped = taken
-        done += 1
-        tell(done)
-    tell(total)
+        tell(total)
     return best[1]
 
 
@@ -246,7 +248,6 @@ class _Blocks:
     Attributes:
         layers: the decoder layers.
         names: of each block in its layer.
-        modules: the blocks.
         besides: hidden states, what each returned in a forward of two tokens: how many; ``None``: it returned no tuple.
         attending: those with keys and values, which return what they weigh, in place of a state or beside one.
 
@@ -269,34 +270,34 @@ class _Blocks:
                 raise ValueError(
                     f"model: {kind} is dispatched by hooks (offloading, several devices); nothing can be skipped"
                 )
-        self.modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
+        modules = {(part, i): getattr(self.layers[i], name) for (part, i), name in self.names.items()}
         self.besides = dict.fromkeys(self.names)
 
         def note(block: Block, _: nn.Module, __: Any, output: Any) -> None:
             self.besides[block] = len(output) - 1 if isinstance(output, tuple) else None
 
         with ExitStack() as hooks:
-            for block, module in self.modules.items():
+            for block, module in modules.items():
                 hooks.enter_context(module.register_forward_hook(partial(note, block)))
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=device_of(model))
             model(input_ids=ids, use_cache=False)
         self.attending = {block for block in self.names if block[0] == "attention" and self.besides[block] is not None}
         # Elements of weights: of the blocks, of what else a layer has, and of all that a forward reads.
-        self.sizes = {block: _elements(module) for block, module in self.modules.items()}
+        self.sizes = {block: _elements(module) for block, module in modules.items()}
         self.rest = [_elements(layer) - sum(self.sizes[part, i] for part in PARTS) for i, layer in found]
         self.whole = sum(self.sizes.values()) + sum(self.rest) + _elements(model.get_output_embeddings())
 
     def without(self, skipped: Collection[Block]) -> PreTrainedModel:
         """A view of the model: the same weights, fewer blocks."""
-        kept, kinds = [], set(getattr(properties.text_config(self.model), "layer_types", None) or ())
+        kept, kinds = [], set(getattr(text_config(self.model), "layer_types", None) or ())
         for index, layer in enumerate(self.layers):
             gone = [(part, index) for part in PARTS if (part, index) in skipped]
             stubs = {self.names[block]: _NoBlock(self.besides[block]) for block in gone}
             # Where layers are of several types, their numbers say which mask is theirs.
             if len(stubs) < len(PARTS) or len(kinds) > 1:
-                kept.append(properties.with_children(layer, stubs) if stubs else layer)
-        decoder = properties.with_children(self.decoder, {"layers": nn.ModuleList(kept).train(self.model.training)})
-        view = properties.with_children(self.model, {self.model.base_model_prefix: decoder})
+                kept.append(with_children(layer, stubs) if stubs else layer)
+        decoder = with_children(self.decoder, {"layers": nn.ModuleList(kept).train(self.model.training)})
+        view = with_children(self.model, {self.model.base_model_prefix: decoder})
         vars(view)["lacks"] = sorted(map(list, skipped))  # tells what forwards cost from those of the whole model
         return view
 

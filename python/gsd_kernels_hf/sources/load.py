@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ..locks import forkable_lock
 from ..model.properties import device_of
 from ..validate import warn_once
-from . import checkpoints
 from .base import DraftSource
-from .checkpoints import bad
+from .checkpoints import CONFIG, bad, fetch, read_json
 from .dflash import DFlash, DFlashDrafts
 from .feature_drafter import Eagle3
 from .features import Parallel, Recursive
@@ -37,29 +36,27 @@ class Kind(NamedTuple):
     Attributes:
         drafter: its class.
         source: makes the draft source of one.
+        shown: regular expression found in one of the ``architectures`` or the config's keys; code of ``auto_map`` is
+            not run.
         speculators: values of ``speculators_model_type``, which alone counts where it is there.
-        architecture: regular expression found in one of the ``architectures``; code of ``auto_map`` is not run.
-        key: of the config.
     """
 
     drafter: type[Any]
     source: Callable[[Any], DraftSource]
+    shown: str
     speculators: tuple[str, ...] = ()
-    architecture: str = "$^"
-    key: str = ""
 
 
 KINDS = (
-    Kind(DFlash, DFlashDrafts, ("dflash", "dflash2", "dspark"), "DSpark", "dflash_config"),
-    Kind(DraftHeads, lambda heads: Heads(heads, "drafter"), key="medusa_num_heads"),
-    Kind(Gemma4Assistant, AssistantDrafts, architecture=GEMMA4),
-    Kind(Mtp, Recursive, architecture="MTP$"),  # as train-drafter writes them
+    Kind(DFlash, DFlashDrafts, "DSpark|^dflash_config$", ("dflash", "dflash2", "dspark")),
+    Kind(DraftHeads, lambda heads: Heads(heads, "drafter"), "^medusa_num_heads$"),
+    Kind(Gemma4Assistant, AssistantDrafts, GEMMA4),
+    Kind(Mtp, Recursive, "MTP$"),  # as train-drafter writes them
     Kind(
         Eagle3,
         lambda drafter: (Recursive if drafter.mask_hidden is None else Parallel)(drafter),
+        "(?i:eagle3|peagle)|^draft_vocab_size$",
         ("eagle3", "peagle"),
-        "(?i)eagle3|peagle",
-        "draft_vocab_size",
     ),
 )
 """The first that a config is of counts."""
@@ -79,10 +76,10 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if where == OWN:
         place, revision = place_of(target)
         return Mtp.from_pretrained(place, target, revision=revision)
-    folder = checkpoints.fetch(where)
+    folder = fetch(where)
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target, option="drafter")
-    config = checkpoints.read_json(folder / checkpoints.CONFIG)
+    config = read_json(folder / CONFIG)
     kind = kind_of(config, folder).drafter
     drafter: Drafter = (kind.from_medusa if kind is DraftHeads else kind.from_pretrained)(folder, target)
     return drafter
@@ -99,7 +96,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> Kind:
     if foreign and named is None:
         raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
     for kind in KINDS:
-        shown = kind.key in config or any(re.search(kind.architecture, name) for name in architectures)
+        shown = any(re.search(kind.shown, name) for name in (*architectures, *config))
         if shown if named is None else named in kind.speculators:
             return kind
     if named is not None:
@@ -154,7 +151,7 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
         kept = _loaded.setdefault(target, {})
         now, drafter = kept.get(key, (None, None))
         try:
-            place = place_of(target) if own else (checkpoints.fetch(where, option),)
+            place = place_of(target) if own else (fetch(where, option),)
             # What was fetched from the hub stays the same; a folder may be relative to another working directory.
             files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else place
             if now != files:

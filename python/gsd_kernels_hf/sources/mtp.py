@@ -12,12 +12,9 @@ import copy
 import inspect
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +22,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels.ops.feature_rows import Projection
 
-from ..model.attention import implementation_of
+from ..model.attention import GraphInputs, implementation_of
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.probe import in_words
 from ..model.properties import device_of, text_config
 from ..validate import SERVED_LAYERS
-from . import checkpoints
-from .checkpoints import WEIGHTS, BadCheckpoint, Checkpoint, bad, fetch, files_of, shapes_of
+from .checkpoints import BELONGS, WEIGHTS, BadCheckpoint, Checkpoint, bad, check_sizes, fetch, files_of, shapes_of
 from .feature_drafter import HiddenDrafter, Rotary, Shapes
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
@@ -40,12 +36,11 @@ logger = logging.getLogger("gsd_kernels")
 KIND = "multi-token-prediction"
 FIRST = "*.json", WEIGHTS
 """Of a target's checkpoint what is fetched first: the index of its files, or an only one."""
-EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<what>gate_up_proj|down_proj)")
-"""Weights of all experts in one tensor, as transformers holds them: [E, 2 · inner, D] and [E, D, inner]."""
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Weights of all experts in one tensor, as transformers holds them: [E, 2 · inner, D] and [E, D, inner]; of what."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A decoder layer that a head may have, without weights.
 
     Attributes:
@@ -68,7 +63,7 @@ def making(what: str, target: PreTrainedModel) -> Iterator[None]:
     """Refuse a target of which a part cannot be made by itself."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except Exception as error:  # whatever the part's own code says
         raise bad(
             f"{what} of {type(target).__name__} cannot be made by itself: {error}; its {KIND} heads are not served"
         ) from error
@@ -100,19 +95,18 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
 
 def stored_as(name: str, shape: tuple[int, ...], files: Mapping[str, Any]) -> Shapes:
     """The tensors of a checkpoint that make up one of a layer: itself, or one of each expert and matrix, in order."""
-    experts = EXPERTS.fullmatch(name)
-    if name in files or experts is None or len(shape) != 3:
+    experts, _, what = name.rpartition(".")
+    if name in files or not experts.endswith(".experts") or what not in EXPERTS or len(shape) != 3:
         return {name: shape}
-    matrices = ("gate_proj", "up_proj") if experts["what"] == "gate_up_proj" else ("down_proj",)
-    part = (shape[1] // len(matrices), shape[2])
-    return {f"{experts['base']}.{i}.{matrix}.weight": part for i in range(shape[0]) for matrix in matrices}
+    part = (shape[1] // len(EXPERTS[what]), shape[2])
+    return {f"{experts}.{i}.{matrix}.weight": part for i in range(shape[0]) for matrix in EXPERTS[what]}
 
 
 def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object) -> Block:
     """The target's decoder layer that has these tensors, or most of them: what is missing, reading them says.
 
     Args:
-        files: names, shapes of the head's decoder layer.
+        files: names, shapes of the head's tensors.
         target: whose layers are looked at.
         attention: type of the layer where neither tensors nor the config tell; ``None``: no such layer is served.
         named: the checkpoint's ``mtp_layer_types``, for a target whose config has none.
@@ -120,10 +114,11 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
     Raises:
         BadCheckpoint: layers of several types have them.
     """
-    found = []
+    found, there = [], {name for name in files if name.startswith("block.")}
     for block in blocks_of(target):
-        stored = {part for name, shape in shapes_of(block.module).items() for part in stored_as(name, shape, files)}
-        found.append((len(stored ^ files.keys()), block))
+        tensors = shapes_of(block.module).items()
+        stored = {part for name, shape in tensors for part in stored_as(f"block.{name}", shape, files)}
+        found.append((len(stored ^ there), block))
     wrong, nearest = min(found, key=lambda one: one[0])
     kinds = {block.attention: block for strange, block in reversed(found) if strange == wrong}
     named = getattr(nearest.config, "mtp_layer_types", None) or named
@@ -154,7 +149,7 @@ class Mtp(HiddenDrafter):
 
     def __init__(self, layout: HeadLayout, block: Block, *, bias: bool) -> None:
         super().__init__()
-        self.layout, self.config, self.sizes = layout, block.config, block.config
+        self.layout, self.sizes = layout, block.config
         self.windows = (block.config.sliding_window if block.attention == "sliding_attention" else None,)
         size = block.config.hidden_size
         _, norm = decoder_of(block.target)
@@ -163,6 +158,7 @@ class Mtp(HiddenDrafter):
             self.embedding_norm, self.hidden_norm, self.norm = (type(norm)(size, eps=eps) for _ in range(3))
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
+        self.layers = [self.block]
         with making("the rotary embedding", block.target):
             rotary = block.target.get_decoder().rotary_emb
             typed = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -184,14 +180,34 @@ class Mtp(HiddenDrafter):
             ValueError: no heads, of a layout or a decoder layer that is not served, or another model's; no weight was
                 read.
         """
-        checkpoint, layout = open_heads(where, target, revision)
+        folder, (layers, norm) = fetch(where, wanted=FIRST, revision=revision), decoder_of(target)
+        files = files_of(folder)
+        heads = find_heads(files, len(layers))
+        if heads is None:
+            others = [name for name in files if "mtp" in name.lower() or "nextn" in name.lower()]
+            strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
+            raise bad(f"{where} has no {KIND} heads; looked for were {looked_for(len(layers))}{strange}")
+        layout, prefix = heads
+        own = {
+            name: ours
+            for name in files
+            if name.startswith(prefix) and (ours := layout.own_name(name.removeprefix(prefix))) is not None
+        }
+        quantised = next((name for name in own if name.endswith(QUANTISED)), None)
+        if quantised is not None:
+            raise bad(
+                f"the {KIND} heads in {where} are quantised ({quantised}); served are floating point and FP8 in blocks "
+                "(weight_scale_inv)"
+            )
+        # Of the many files of a target only those that hold them.
+        fetch(where, wanted=sorted({files[name] for name in own}), revision=revision)
+        checkpoint = Checkpoint.open(folder, own.get)
+        checkpoint.published = lambda name: layout.published_name(name, prefix)
         shapes = checkpoint.shapes
-        inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
-        block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
+        block = block_for(shapes, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
         with torch.device("meta"):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)
-        layers, norm = decoder_of(target)
         weights = {} if layout.norm else {"norm.weight": norm.weight.detach().clone()}
         wanted = {name: shape for name, shape in shapes_of(module).items() if name not in weights}
         stored = {name: stored_as(name, shape, shapes) for name, shape in wanted.items()}
@@ -210,12 +226,11 @@ class Mtp(HiddenDrafter):
         Raises:
             ValueError: the difference and the cure.
         """
-        checkpoints.check_sizes(KIND, self.config.vocab_size, self.config.hidden_size, target)
+        check_sizes(KIND, self.sizes.vocab_size, self.sizes.hidden_size, target)
         mine, theirs = type(self.block), type(decoder_of(target)[0][0])
         if mine is not theirs:
             raise bad(
-                f"this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; "
-                f"{checkpoints.BELONGS}"
+                f"this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; {BELONGS}"
             )
 
     @torch.no_grad()
@@ -229,30 +244,19 @@ class Mtp(HiddenDrafter):
         """
         if self.runs:
             return
-        calls: list[nn.Module] = []
-
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-            """A token sees itself alone."""
-            calls.append(module)
-            return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1)
-
-        one = self.projection.weight.new_zeros(1, 1, self.config.hidden_size)
-        graph, place = SimpleNamespace(attend=attend), torch.zeros(1, 1, dtype=torch.int64, device=one.device)
+        one = self.projection.weight.new_zeros(1, 1, self.sizes.hidden_size)
+        place = torch.zeros(1, 1, dtype=torch.int32, device=one.device)
+        graph = GraphInputs(place[..., None] + 1, place[0], place[0], place, place)  # a token that sees itself alone
         try:
-            self(one, one, place, graph, GraphCache(self.config, 1))
-            if len(calls) != 1:
-                raise RuntimeError(f"it attends {len(calls)} times")
+            self(one, one, place.long(), graph, GraphCache(self.sizes, 1))
+            if graph.calls != 1:
+                raise RuntimeError(f"it attends {graph.calls} times")
         except Exception as error:  # whatever a layer's own code says
             raise bad(
                 f"a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
                 f"positions and a cache for it ({in_words(error)}); not supported"
             ) from error
         self.runs = True
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """Its decoder layer."""
-        return [self.block]
 
     def first_parameters(self) -> dict[str, Any]:
         """Parameters for embedding and feature, as :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has them."""
@@ -266,8 +270,7 @@ class Mtp(HiddenDrafter):
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states: what leaves its final norm, [B, n, D]."""
-        (last,) = hidden
-        return last
+        return hidden[0]
 
     def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
         """Both projected together, and the layer."""
@@ -275,7 +278,7 @@ class Mtp(HiddenDrafter):
         return self.projection(torch.cat(both[::-1] if self.layout.hidden_first else both, -1)), self.layers
 
 
-# A target's own checkpoint, opened for the heads in it: of its many files only those that hold them.
+# A target's own checkpoint, where its heads are.
 
 
 def place_of(target: PreTrainedModel) -> tuple[str, str | None]:
@@ -292,39 +295,6 @@ def place_of(target: PreTrainedModel) -> tuple[str, str | None]:
             "Mtp.from_pretrained(folder, model)"
         )
     return where, getattr(target.config, "_commit_hash", None)
-
-
-def open_heads(
-    where: str | os.PathLike[str], target: PreTrainedModel, revision: str | None = None
-) -> tuple[Checkpoint, HeadLayout]:
-    """The first head in a checkpoint of ``target``, its tensors by their names here.
-
-    Raises:
-        BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
-    """
-    folder = fetch(where, wanted=FIRST, revision=revision)
-    files, layers = files_of(folder), len(decoder_of(target)[0])
-    heads = find_heads(files, layers)
-    if heads is None:
-        others = [name for name in files if "mtp" in name.lower() or "nextn" in name.lower()]
-        strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
-        raise bad(f"{where} has no {KIND} heads; looked for were {looked_for(layers)}{strange}")
-    layout, prefix = heads
-    own = {
-        name: ours
-        for name in files
-        if name.startswith(prefix) and (ours := layout.own_name(name.removeprefix(prefix))) is not None
-    }
-    quantised = next((name for name in own if name.endswith(QUANTISED)), None)
-    if quantised is not None:
-        raise bad(
-            f"the {KIND} heads in {where} are quantised ({quantised}); served are floating point and FP8 in blocks "
-            "(weight_scale_inv)"
-        )
-    fetch(where, wanted=sorted({files[name] for name in own}), revision=revision)
-    found = Checkpoint.open(folder, own.get)
-    found.published = lambda name: layout.published_name(name, prefix)
-    return found, layout
 
 
 def own_heads(target: PreTrainedModel) -> str | None:
