@@ -36,7 +36,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 10.9,
     "python/gsd_kernels_hf/engine": 63.6,
     "python/gsd_kernels_hf/exported": 6.3,
-    "python/gsd_kernels_hf/model": 132.7,
+    "python/gsd_kernels_hf/model": 131,
     "python/gsd_kernels_hf/packed": 48.9,
     "python/gsd_kernels_hf/policy": 17.3,
     "python/gsd_kernels_hf/sources": 151.7,

@@ -186,8 +186,8 @@ class GraphInputs:
         if rows == self.ancestor_mask.shape[1] and device == self.kv_len.device:
             return self
         if (device, rows) not in self._parts:
-            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+            own = vars(self).items()
+            moved = {name: t.to(device, non_blocking=True) for name, t in own if isinstance(t, Tensor)}
             for name in ("ancestor_mask", "row_depths"):
                 moved[name] = moved[name][:, -rows:].contiguous()
             self._parts[device, rows] = replace(self, **moved, _masks={}, _parts={})
@@ -207,43 +207,36 @@ def watching(watcher: Any) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def _graph_attention(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _graph_attention(
+    original: str,
+    module: nn.Module,
+    query: Tensor,  # [B, H, R, D]
+    key: Tensor,  # [B, H, S, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    graph: Attends | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The attention function of a model whose own implementation is ``original``."""
-
-    def forward(
-        module: nn.Module,
-        query: Tensor,  # [B, Hq, R, D]
-        key: Tensor,  # [B, Hkv, S, D]
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        graph: Attends | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if (watcher := _watcher.get()) is not None:
-            out = watcher.called(original, graph, module, query, key, value, attention_mask, kwargs)
-        elif graph is not None:
-            out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
-        else:
-            return original_attention(original, module)(
-                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-            )
-        return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
-
-    return forward
+    if (watcher := _watcher.get()) is not None:
+        out = watcher.called(original, graph, module, query, key, value, attention_mask, kwargs)
+    elif graph is not None:
+        out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
+    else:
+        return original_attention(original, module)(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 
 
-def _watched_mask(original: str) -> Callable[..., Any]:
+def _watched_mask(original: str, *args: Any, **kwargs: Any) -> Any:
     """The mask function of a model whose own implementation is ``original``."""
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-        if (watcher := _watcher.get()) is not None:
-            watcher.made(made, kwargs)
-        return made
-
-    return mask
+    made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
+    if (watcher := _watcher.get()) is not None:
+        watcher.made(made, kwargs)
+    return made
 
 
 def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -268,15 +261,13 @@ def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 
 def configs_in(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
     """Every config that modules may read their attention implementation from, and those inside them."""
-    configs: dict[int, PretrainedConfig] = {}
-    waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in configs:
-            configs[id(config)] = config
-            nested = (getattr(config, key, None) for key in config.sub_configs)
-            waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
-    return list(configs.values())
+    own = (module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig))
+    configs = list({id(config): config for config in own}.values())
+    for config in configs:  # and what is found on the way
+        nested = (getattr(config, key, None) for key in config.sub_configs)
+        new = (sub for sub in nested if isinstance(sub, PretrainedConfig))
+        configs += [sub for sub in new if all(sub is not known for known in configs)]
+    return configs
 
 
 _originals: dict[str, str] = {}
@@ -305,8 +296,8 @@ def _enter(config: PretrainedConfig) -> None:
         name = "gsd_" + original.replace("flash_attention_", "fa_")
         _originals[name] = original
         if name not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(name, _graph_attention(original))
-            AttentionMaskInterface.register(name, _watched_mask(original))
+            AttentionInterface.register(name, functools.partial(_graph_attention, original))
+            AttentionMaskInterface.register(name, functools.partial(_watched_mask, original))
         config._attn_implementation_internal = name
     _users[id(config)] = _users.get(id(config), 0) + 1
 

@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.state_rows import StateWindow
-from gsd_kernels.ops.write_kv.api import WRITE
 
 from .recurrent.mixers import ByDepth, Form, LinearAttentionLayer, RowsCache, RowTree
 from .recurrent.windowed import Recurrence, ShortConvolution, Windowed, is_windowed
@@ -56,41 +55,36 @@ class GraphLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
-        shape = (*key_states.shape[:2], self.parent.capacity)
-        if self.parent.stacked:
-            if self.parent.block is None:
-                sizes = len(self.parent.layers), 2, *shape, key_states.shape[-1]
-                self.parent.block = key_states.new_zeros(sizes)  # [layers, 2, B, Hkv, capacity, D]
-            self.keys, self.values = self.parent.block[self.index]
+        cache, shape = self.parent, (*key_states.shape[:2], self.parent.capacity)
+        if cache.stacked:
+            if cache.block is None:
+                sizes = len(cache.layers), 2, *shape, key_states.shape[-1]
+                cache.block = key_states.new_zeros(sizes)  # [layers, 2, B, Hkv, capacity, D]
+            self.keys, self.values = cache.block[self.index]
         else:
             self.keys, self.values = (s.new_zeros(*shape, s.shape[-1]) for s in (key_states, value_states))
         self.is_initialized = True
-
-    def grow(self, capacity: int) -> None:
-        """Move keys and values to storage of ``capacity`` positions; the parent's block has that already."""
-        if self.parent.block is not None:
-            self.keys, self.values = self.parent.block[self.index]
-        else:
-            self.keys, self.values = grown(self.keys, capacity), grown(self.values, capacity)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end, (batch, _, count, _) = None, key_states.shape
-        if self.parent.positions is None:
+        cache, end, (batch, _, count, _) = self.parent, None, key_states.shape
+        if cache.positions is None:
             ask()
-            end = self.parent.prompt_length + count
-            self.parent.check_room(end)
+            end = cache.prompt_length + count
+            if end > cache.capacity:
+                raise ValueError(f"cache: full, {end} positions needed and {cache.capacity} allocated")
         # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-        positions, spoiled = self.parent.rows_on(self.device, (batch, count))  # [B, R]
-        rows = key_states, value_states, positions
-        write_kv(self.keys, self.values, *rows, spoiled=spoiled, backend=self.parent.write_backend)
+        positions, spoiled = cache.rows_on(self.device, (batch, count))  # [B, R]
+        given = self.keys, self.values, key_states, value_states, positions
+        write_kv(*given, spoiled=spoiled, backend=cache.write_backend)
         return (self.keys, self.values) if end is None else (self.keys[:, :, :end], self.values[:, :, :end])
 
     def get_seq_length(self, *args: Any) -> int:
         # A layer that was left out, such as cross-attention of a text without images, asks whether it ever ran.
-        return self.parent.prompt_length if self.is_initialized else 0
+        ran = self.is_initialized or any(getattr(self, "has_previous_state", {}).values())
+        return self.parent.prompt_length if ran else 0
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         rows = query_length.shape[0] if isinstance(query_length, Tensor) else query_length  # a tensor in 5.0
@@ -107,6 +101,7 @@ class StateLayer(LinearAttentionLayer, GraphLayer):
 
     is_compileable = False
     is_croppable = False
+    get_seq_length = GraphLayer.get_seq_length
 
     def __init__(self, parent: GraphCache, index: int, states: int) -> None:
         GraphLayer.__init__(self, parent, index)
@@ -115,9 +110,6 @@ class StateLayer(LinearAttentionLayer, GraphLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of keys and values, which come by place, or of states, which come by name."""
         (GraphLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self.parent.prompt_length if self.is_initialized or any(self.has_previous_state.values()) else 0
 
     def restart(self) -> None:
         """Keep no state of the last text; keys and values stay where they are."""
@@ -165,7 +157,7 @@ class GraphCache(RowsCache):
     """
 
     block: Tensor | None = None
-    marks: Tensor | None = None
+    marks: Any = None
     positions: Tensor | None = None
 
     def __init__(
@@ -180,20 +172,13 @@ class GraphCache(RowsCache):
         self.by_length: frozenset[int] = frozenset()
         self.forms: dict[tuple[int, type], Form] = {}
         self.begun = False
-        # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
-        self.write_backend = backend if backend in WRITE.implementations else "auto"
+        self.write_backend = "auto" if backend == "cuda" else backend  # which does not implement it
         self.prompt_length = 0
-        self._rows: dict[torch.device, tuple[Tensor, Tensor | None]] = {}  # positions and marks of rows, by device
-        states = {
-            index: layer.number_of_states
-            for index, layer in enumerate(DynamicCache(config=config).layers)
-            if isinstance(layer, LinearAttentionLayer)
-        }
+        self._rows: dict[Any, tuple[Tensor, Tensor | None]] = {}  # positions and marks of rows, by device and shape
+        own, count = DynamicCache(config=config).layers, config.get_text_config(decoder=True).num_hidden_layers
+        states = {i: one.number_of_states for i, one in enumerate(own) if isinstance(one, LinearAttentionLayer)}
         super().__init__(
-            layers=[
-                StateLayer(self, index, states[index]) if index in states else GraphLayer(self, index)
-                for index in range(config.get_text_config(decoder=True).num_hidden_layers)
-            ]
+            layers=[StateLayer(self, i, states[i]) if i in states else GraphLayer(self, i) for i in range(count)]
         )
 
     def form_of(self, module: Any, block: int = 0) -> Form:
@@ -245,13 +230,10 @@ class GraphCache(RowsCache):
         if self.block is not None:
             self.block = grown(self.block, capacity)
         for layer in self.layers:
-            if layer.is_initialized:
-                layer.grow(capacity)
-
-    def check_room(self, positions: int) -> None:
-        """Raise where fewer positions are allocated."""
-        if positions > self.capacity:
-            raise ValueError(f"cache: full, {positions} positions needed and {self.capacity} allocated")
+            if layer.is_initialized and self.block is not None:
+                layer.keys, layer.values = self.block[layer.index]
+            elif layer.is_initialized:
+                layer.keys, layer.values = grown(layer.keys, capacity), grown(layer.values, capacity)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
@@ -276,20 +258,20 @@ class GraphCache(RowsCache):
         finally:
             self.positions, self.tree = None, None
 
-    def rows_on(self, device: torch.device, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    def rows_on(self, device: torch.device, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Where to write rows [B, R], and their marks, the text's to begin with: once for every device of a forward.
 
         NaN is the mark of a row with a key or value that is not finite; ``None``: nobody asks.
         """
-        if device not in self._rows:
+        if (device, shape) not in self._rows:
             batch, count = shape
             places, marks = self.positions, self.marks
             if places is None:  # a prompt's
                 places = torch.arange(self.prompt_length, self.prompt_length + count, device=device).repeat(batch, 1)
             if marks is not None:
                 marks = marks.to(device)[:, None].repeat(1, count)
-            self._rows[device] = places.to(device, non_blocking=True), marks
-        return self._rows[device]
+            self._rows[device, shape] = places.to(device, non_blocking=True), marks
+        return self._rows[device, shape]
 
     @property
     def spoiled(self) -> list[Tensor]:
@@ -309,7 +291,6 @@ class GraphCache(RowsCache):
     def _mark(self, kept: Tensor | None, rows: Tensor | None = None) -> None:
         """Mark texts of whose last rows one is marked: of ``rows`` [B, P], or all, those that are ``kept``."""
         for part in self.spoiled:
-            assert self.marks is not None
             if rows is not None:
                 part = part.gather(1, rows.clamp(min=0).to(part.device, torch.int64))
             if kept is not None and kept.shape == part.shape:

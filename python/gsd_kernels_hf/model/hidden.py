@@ -111,7 +111,7 @@ def listening(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[in
     with ExitStack() as hooks:
         for number in layers:
             keep = partial(states.__setitem__, number)
-            if number == len(blocks) and norm is not None:
+            if number == len(blocks):
                 hooks.enter_context(hooked(norm, lambda _, output, keep=keep: keep(output)))
             else:
                 module = model.get_output_embeddings() if number == LAST else blocks[number]

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from gsd_kernels.ops.step import FedRows
-
 from . import proof
 from .facts import Facts
 from .hidden import LAST, kept, listening
@@ -98,21 +96,16 @@ class RowsBehindInputs(RowModel):
 
     Attributes:
         inputs: of the text being written.
-        ahead: int64 [*axes, B, 1], see :meth:`PromptInputs.ahead`.
+        ahead: see :meth:`PromptInputs.ahead`.
     """
 
+    ahead: Tensor
     inputs: PromptInputs | None = None
 
     def __init__(self, *given: Any, axes: tuple[int, ...] = (), **options: Any) -> None:
         super().__init__(*given, **options)
         self.ahead = torch.zeros(*axes, len(self.kv_start), 1, dtype=torch.int64, device=self.device)
         self.why_modules = "the prompt has more than tokens, which the operator does not read"
-
-    def sharing_cache(self, view: PreTrainedModel) -> RowModel:
-        """Share the cache as :meth:`RowModel.sharing_cache` does, at the same positions."""
-        rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, cache=self.cache)
-        rows.ahead = self.ahead
-        return rows
 
     def holds(self, tokens: Tensor, lengths: Tensor) -> None:
         """After a text: nothing for another one."""
@@ -128,10 +121,9 @@ class RowsBehindInputs(RowModel):
         """
         assert self.inputs is not None
         self.ahead.copy_(self.inputs.ahead(self.kv_start))
+        inputs, model, end = self.inputs, self.model, None if self.recurrent else -1
         if self.recurrent:
-            inputs, model, end = self.inputs.shorter(), self.stepping, None
-        else:
-            inputs, model, end = self.inputs, self.model, -1
+            inputs, model = inputs.shorter(), self.stepping
         keep, length = 2 if LAST in self.hidden_layers and end else 1, inputs.input_ids.shape[1]
         self.cache.padding = inputs.kwargs.get("attention_mask")
         with listening(model, self.hidden_layers) as hidden:
@@ -139,11 +131,6 @@ class RowsBehindInputs(RowModel):
         self.cache.advance(length)
         if listener is not None:
             listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
-
-    def feed(self, *args: Any, **kwargs: Any) -> FedRows:
-        """Feed rows as :meth:`RowModel.feed` does, at the positions behind the prompt: int64 [*axes, B, R]."""
-        fed = super().feed(*args, **kwargs)
-        return fed._replace(positions=fed.positions + self.ahead)
 
 
 def check_inputs(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> None:
@@ -192,13 +179,13 @@ def _tail(facts: Facts, inputs: PromptInputs) -> Tensor:
 
 def _own(facts: Facts, inputs: PromptInputs) -> Tensor:
     """Logits as transformers computes them of the prompt and of each token behind it, [B, 1 + TAIL, V]."""
-    model, ids, kwargs = facts.model, inputs.input_ids, inputs.again()
+    model, ids = facts.model, inputs.input_ids
     cache = DynamicCache(config=model.config)
+    kwargs = {**inputs.again(), cache_argument(model): cache}
     output = inputs.read(model, cache)
     logits = [output.logits[:, -1:]]
     for token in _tail(facts, inputs).T:
-        given = {**kwargs, cache_argument(model): cache}
-        kwargs = model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
+        kwargs = model._update_model_kwargs_for_generation(output, kwargs, is_encoder_decoder=False)
         ids = torch.cat([ids, token[:, None]], 1)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         output = model(**{**prepared, **logits_alone(model)}, return_dict=True)
@@ -208,10 +195,9 @@ def _own(facts: Facts, inputs: PromptInputs) -> Tensor:
 
 def _ours(facts: Facts, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
     """The same through rows of a tree behind the prompt."""
-    batch, length = inputs.input_ids.shape
-    device = kv_start.device
+    length = inputs.input_ids.shape[1]
     rows = RowsBehindInputs(facts, length + len(proof.PARENTS), kv_start, "auto", axes=inputs.axes)
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
-    tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(device)  # [B, 1 + TAIL]
-    return proof.logits_of_path(rows, tail, torch.full((batch,), length - 1, dtype=torch.int32, device=device))
+    tail = torch.cat([inputs.input_ids[:, -1:], _tail(facts, inputs)], 1).to(kv_start.device)  # [B, 1 + TAIL]
+    return proof.logits_of_path(rows, tail, torch.full_like(kv_start, length - 1))

@@ -126,7 +126,7 @@ class CaptureLane:
         """Queue a graph on the thread's current stream, behind the last one of this GPU."""
         stream = torch.cuda.current_stream(self.device)
         with self._turn:
-            if self._replayed_on is not None and self._replayed_on != stream:
+            if self._replayed_on not in (None, stream):
                 stream.wait_event(self._replayed)
             graph.replay()
             self._replayed.record(stream)

@@ -62,9 +62,11 @@ class CachedText:
         kv_start: as above, on that device.
         sizes, kinds: of its layers, and of their attention calls.
         ids_dtype: of what it reads: int64 by modules, int32 as one operator.
+        ahead: int64 [*axes, B, 1], how far its positions are ahead of those of tokens; ``None``: they are these.
     """
 
     ids_dtype = torch.int64
+    ahead: Tensor | None = None
     device: torch.device
     backend: str
     vocab_size: int
@@ -146,7 +148,7 @@ class CachedText:
             backend=self.backend,
         )
         self.after = fed.after
-        return fed
+        return fed if self.ahead is None else fed._replace(positions=fed.positions + self.ahead)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.
@@ -156,17 +158,16 @@ class CachedText:
         """
         if self.ids_dtype is torch.int32:
             return
-        stored = [layer for layer in self.cache.layers if layer.is_initialized]
+        begun = [layer for layer in self.cache.layers if layer.is_initialized]
         queries = self.sizes.num_attention_heads
         group = queries // (getattr(self.sizes, "num_key_value_heads", None) or queries)
         capped = {"softcap": getattr(self.sizes, "attn_logit_softcapping", None)}
         places = kv_len[:, None].long() + torch.arange(count, device=kv_len.device)
-        for layer in {(layer.keys.shape, layer.values.shape): layer for layer in stored}.values():
+        for layer in {(layer.keys.shape, layer.values.shape): layer for layer in begun}.values():
             batch, heads, _, size = layer.keys.shape
-            kept = layer.keys, layer.values
-            new = (t.new_zeros(batch, count, t.shape[1], t.shape[3]).transpose(1, 2) for t in kept)
+            stored = layer.keys, layer.values
             with self.cache.writing(places):
-                layer.update(*new)
+                layer.update(*(t.new_zeros(batch, count, t.shape[1], t.shape[3]).transpose(1, 2) for t in stored))
             lengths, starts = kv_len.to(layer.device), self.kv_start.to(layer.device)
             zeros = lengths.new_zeros
             graph = zeros(batch, count, num_words(nodes)), lengths, starts, zeros(batch, count), zeros(batch, nodes)
@@ -174,7 +175,7 @@ class CachedText:
             for kind in dict.fromkeys(self.kinds):
                 sinks = None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks)
                 inputs = GraphInputs(*graph, self.backend, (kind,))
-                inputs.attend(None, query, layer.keys, layer.values, None, None, {"s_aux": sinks, **capped})
+                inputs.attend(None, query, *stored, None, None, {"s_aux": sinks, **capped})
 
 
 class RowModel(CachedText):
@@ -255,8 +256,10 @@ class RowModel(CachedText):
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
         _ = self.stepping  # all of the cache's forms, before a prompt is read
-        own = self.cache
-        return RowModel(view, own.capacity, self.kv_start, self.backend, cache=own, block=self.block, sides=self.sides)
+        given = view, self.cache.capacity, self.kv_start, self.backend
+        rows = RowModel(*given, cache=self.cache, block=self.block, sides=self.sides)
+        rows.ahead = self.ahead
+        return rows
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
@@ -269,15 +272,12 @@ class RowModel(CachedText):
     def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
         """Begin a text with this prompt [B, P], without its last token: ``reused`` positions need not be read."""
         self.hidden = {}
-        if self.kv_start is not self.text_kv_start:
-            self.kv_start.copy_(self.text_kv_start)
+        self.kv_start.copy_(self.text_kv_start)
         alike = self.sides is None or self.sides.begin(input_ids.shape[1] + 1, self.text_kv_start, chunk)
-        self.reused = self.common(input_ids, self.text_kv_start) if alike else 0
+        self.reused = self.common(input_ids, self.text_kv_start) if alike and self.least == 1 else 0
         if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
             before = max(0, min(self.reused, input_ids.shape[1] - 1))
             self.reused = 0 if self.recurrent and before < self.reused else before
-        if self.least > 1:
-            self.reused = 0
         self.cache.restart(self.reused)
         self.stored = None
 
@@ -348,7 +348,17 @@ class RowModel(CachedText):
         """
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift)
         mask, lengths, nodes = (t.to(self.device) for t in (ancestor_mask, kv_len, node_depths))
-        tree = self.tree_of(mask, slots, token_ids.shape, stem) if self.recurrent else None
+        tree = None
+        if self.recurrent:
+            self.cache.begin_rows()
+            own, first = None, 0
+            if isinstance(slots, Tensor):
+                own = slots.to(self.device, torch.int64).expand(token_ids.shape)
+            else:
+                first = stem + slots  # rows that were forwarded before, which these may follow
+            self.tree = tree = self.tree.followed(first, mask, token_ids.shape[1], own, stem)
+            # No path that can be accepted is longer; sequences that ended may have rows that are.
+            tree = tree.shallow(self.block) if self.block else tree
         return self.forward(fed, mask, lengths, nodes, keep, tree)
 
     def forward(
@@ -361,19 +371,14 @@ class RowModel(CachedText):
         tree: RowTree | None,
     ) -> Tensor:
         """Forward rows as they were fed, all on the model's device; logits of the last ``keep``, [B, keep, V]."""
-        inputs = GraphInputs(
-            ancestor_mask=ancestor_mask,
-            kv_len=kv_len,
-            kv_start=self.kv_start,
-            row_depths=fed.depths,
-            node_depths=node_depths,
-            backend=self.backend,
-            kinds=self.kinds,
-            row_invariant=self.block > 0,
-        )
-        listens = listening(self.stepping, self.hidden_layers)
-        exactly, writing = own_bits(self.block > 0), self.cache.writing(fed.places, tree)
-        with switched_configs(self.configs), writing, exactly, listens as hidden:
+        graph, exactly = (ancestor_mask, kv_len, self.kv_start, fed.depths, node_depths), self.block > 0
+        inputs = GraphInputs(*graph, self.backend, self.kinds, row_invariant=exactly)
+        with (
+            switched_configs(self.configs),
+            self.cache.writing(fed.places, tree),
+            own_bits(exactly),
+            listening(self.stepping, self.hidden_layers) as hidden,
+        ):
             output = self.stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
@@ -386,18 +391,6 @@ class RowModel(CachedText):
         inputs.check_complete()
         self.hidden = {layer: plain(states) for layer, states in hidden.items()}  # [B, R, D]
         return self.cache.marked(plain(output.logits)[:, -keep:])
-
-    def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
-        """The rows [B, R] as a tree, for layers that keep a state; arguments as of :meth:`rows`.
-
-        Behind those that were forwarded before, where an int says that these are not the first of their text.
-        """
-        self.cache.begin_rows()
-        own = slots.to(self.device, torch.int64).expand(shape) if isinstance(slots, Tensor) else None  # [B, R]
-        earlier = self.tree.until(stem + slots if own is None else 0)
-        self.tree = earlier.followed(ancestor_mask, shape[1], own, stem)
-        # No path that can be accepted is longer; sequences that ended may have rows that are.
-        return self.tree.shallow(self.block) if self.block else self.tree
 
     def check_length(self, name: str, tokens: int) -> None:
         """Raise where the model has no position for one of ``tokens`` tokens of a text.
@@ -455,8 +448,8 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[AttentionKind]) -> Decode
     Some classes ignore the window of their configuration.
     """
     decoder: Any = model.model
-    modules, rotary = (decoder.embed_tokens, layers_of(model), kinds, decoder.norm, model.lm_head), decoder.rotary_emb
-    return decoder_weights(*modules, rotary.inv_freq.float(), float(rotary.attention_scaling))
+    modules = decoder.embed_tokens, layers_of(model), kinds, decoder.norm, model.lm_head
+    return decoder_weights(*modules, decoder.rotary_emb.inv_freq.float(), float(decoder.rotary_emb.attention_scaling))
 
 
 def decoder_weights(
@@ -500,6 +493,7 @@ class FusedRows(RowModel):
     """
 
     ids_dtype = torch.int32
+    prompt_rows = PROMPT_ROWS
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -508,7 +502,6 @@ class FusedRows(RowModel):
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else self.backend
         self.settings: dict[str, str] = {}  # what the operator does otherwise than the environment says
-        self.prompt_rows = PROMPT_ROWS
 
     def changed(self) -> bool:
         """See :meth:`RowModel.changed`; matrices that a library keeps in an order of its own are read anew."""
@@ -520,14 +513,13 @@ class FusedRows(RowModel):
 
     def read_piece(self, ids: Tensor, mask: Tensor | None, begin: int, *, last: bool) -> Mapping[int, Tensor]:
         """Read as :meth:`RowModel.read_piece` does. Padding is where ``kv_start`` says."""
-        (batch, count), device = ids.shape, self.device
-        self.cache.check_room(begin + count)
-        kv_len = torch.full((batch,), begin, dtype=torch.int32, device=device)
-        depths = torch.arange(count, dtype=torch.int32, device=device).repeat(batch, 1)  # [B, R]
+        batch, count = ids.shape
+        kv_len = torch.full_like(self.kv_start, begin)  # [B]
+        depths = torch.arange(count, dtype=torch.int32, device=self.device).repeat(batch, 1)  # [B, R]
         fed = self.feed(ids, kv_len, 0, depths, depths, 0)
         pads = fed.positions < 0  # [B, R]; they see themselves alone, and nobody sees them
-        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()  # [R, R]
-        seen = (causal & ~pads[:, None, :]) | torch.eye(count, dtype=torch.bool, device=device)  # [B, R, R]
+        seen = torch.ones_like(pads)[:, None].repeat(1, count, 1).tril() & ~pads[:, None]  # [B, R, R]
+        seen.diagonal(0, 1, 2).fill_(True)
         self.cache.padding, fed = ~pads, fed._replace(positions=fed.positions.clamp(min=0))
         self.forward(fed, pack_bits(seen), kv_len, depths, int(last and LAST in self.hidden_layers), end=begin + count)
         return self.hidden

@@ -193,8 +193,7 @@ class SharedTokens:
     def of(cls, target: Vocabulary, draft: Vocabulary) -> SharedTokens:
         """Compare two vocabularies."""
         same, reads = [-1] * target.size, [draft.roles.get("unk", draft.roles.get("eos", 0))] * target.size
-        taken: set[int] = set()
-        shared = 0
+        taken, shared = set[int](), 0
         marks = sorted(target.contents, key=lambda token: target.rank(token, draft))
         for token in (*sorted(target.spelled, reverse=True), *marks):
             other = draft.counterpart(token, target)
@@ -205,7 +204,8 @@ class SharedTokens:
                 shared += len(target.spelled.get(token, b"")) > 1
             if other is None and token in target.spelled:
                 other = draft.last_of(target.spelled[token])
-            reads[token] = reads[token] if other is None else other
+            if other is not None:
+                reads[token] = other
         most = max(sum(len(spelled) > 1 for spelled in own.spelled.values()) for own in (target, draft))
         ours, read = (torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in (same, reads))
         return cls(ours, read, shared / max(1, most))
@@ -314,12 +314,10 @@ class Speller:
     def _behind(self, tokens: list[int], whole: bytes, border: int) -> Spelled | None:
         """Of the tokens of ``whole`` those behind the first ``border`` bytes; ``None`` where it has others."""
         pieces = [self.vocabulary.spelled.get(token, b"\xff") for token in tokens]  # a special token is no text
-        joined, space = b"".join(pieces), 0
-        if joined == b" " + whole:  # SentencePiece puts one before a text
-            space = 1
-        elif joined != whole:
+        joined = b"".join(pieces)
+        if joined not in (whole, b" " + whole):  # SentencePiece puts one before a text
             return None
-        shift = border + space
+        shift = border + len(joined) - len(whole)
         start = shift if border or whole.startswith(b" ") else 0
         stops = list(accumulate(map(len, pieces), initial=0))  # in what was joined
         first = bisect_left(stops, start)

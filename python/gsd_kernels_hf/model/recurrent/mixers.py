@@ -48,36 +48,32 @@ class RowTree:
     first: int = 0
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def followed(self, ancestor_mask: Tensor, count: int, slots: Tensor | None, stem: int) -> RowTree:
-        """With rows that may follow these, from what they see.
+    def followed(self, first: int, ancestor_mask: Tensor, count: int, slots: Tensor | None, stem: int) -> RowTree:
+        """Its first rows with others that may follow them, from what these see.
 
         Args:
+            first: how many stay.
             ancestor_mask: int32 [B, R, words], bits of slots; a row's own need not be set.
             count: R.
-            slots: int64 [B, R], of the rows; ``None``: one after the other, behind those that are there.
-            stem: how many of these have no slot: a path that all others follow.
+            slots: int64 [B, R], of the rows; ``None``: one after the other, behind those that stay.
+            stem: how many of those have no slot: a path that all others follow.
         """
-        first = self.parents.shape[1]
         sees = unpack_bits(ancestor_mask, first - stem + count)
         if slots is not None:
             sees = sees.gather(2, slots[:, None].expand(-1, count, -1))
         sees = pad(sees, (stem, 0), value=True)
         rows = torch.arange(first + count, device=ancestor_mask.device)
         before = sees & (rows != rows[first:, None])  # [B, R, T]
-        depths = torch.cat([self.depths, before.sum(-1)], 1)
+        depths = torch.cat([self.depths[:, :first], before.sum(-1)], 1)
         # Of the rows on a path the deepest is the last.
         last = torch.where(before, depths[:, None, :] + 1, 0).max(-1)
         parents = torch.where(last.values > 0, last.indices, -1)
-        return RowTree(torch.cat([self.parents, parents], 1), depths, first)
+        return RowTree(torch.cat([self.parents[:, :first], parents], 1), depths, first)
 
     def shallow(self, deepest: int) -> RowTree:
         """With rows that are deeper apart from all others: no path that can be accepted holds one."""
         deep = self.depths > deepest
         return RowTree(torch.where(deep, -1, self.parents), torch.where(deep, 0, self.depths), self.first)
-
-    def until(self, count: int) -> RowTree:
-        """Its first rows."""
-        return RowTree(self.parents[:, :count], self.depths[:, :count])
 
     @cached_property
     def narrow(self) -> tuple[Tensor, Tensor]:
@@ -92,8 +88,7 @@ class RowTree:
         if width not in self.kept:
             batch, count = self.parents.shape
             text = torch.arange(-1, width - 2, device=self.parents.device).expand(batch, -1)
-            follows = torch.where(self.parents < 0, width - 2, self.parents + width - 1)
-            follows = torch.cat([text, follows], 1)  # [B, width − 1 + T]; what each one follows
+            follows = torch.cat([text, self.parents + (width - 1)], 1)  # [B, width − 1 + T]; what each one follows
             rows = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
             for _ in range(width - 1):
                 rows.append(follows.gather(1, rows[-1]))
@@ -104,14 +99,9 @@ class RowTree:
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The rows that are forwarded now, so that each is behind its parent: sequence, row of R and parent of T,
         int64 [n] each (waits for the device)."""
-        parents, levels = self.parents[:, self.first :], []
-        waiting, ready = torch.ones_like(parents, dtype=torch.bool), parents < self.first
-        while bool(ready.any()):
-            sequence, row = ready.nonzero(as_tuple=True)
-            levels.append((sequence, row, parents[sequence, row]))
-            waiting &= ~ready
-            ready = waiting & ~waiting.gather(1, (parents - self.first).clamp(min=0))
-        return levels
+        parents, depths = self.parents[:, self.first :], self.depths[:, self.first :]
+        places = [(depths == depth).nonzero(as_tuple=True) for depth in depths.unique()]
+        return [(sequence, row, parents[sequence, row]) for sequence, row in places]
 
     def on(self, device: torch.device) -> RowTree:
         """The same on another device, copied once for all layers there."""
@@ -197,8 +187,6 @@ def masked(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], ma
 @functools.lru_cache(maxsize=1024)
 def keeps_state(cls: type) -> bool:
     """Return whether code of a module's class moves a recurrent state of a cache on."""
-    if not hasattr(LinearAttentionLayer, "update_recurrent_state"):
-        return False
     values = (value for base in cls.__mro__ if base not in (nn.Module, object) for value in vars(base).values())
     functions = (inspect.unwrap(getattr(value, "__func__", value)) for value in values)
     return any(UPDATES & {*code_names(f.__code__)} for f in functions if isinstance(f, types.FunctionType))
@@ -283,7 +271,6 @@ class ByDepth:
 
     def end(self) -> None:
         """Leave the states of the text in the cache, where they are, and the next prompt goes on from them."""
-        self.after = {}
 
     def rows(self, tree: RowTree, options: dict[str, Any]) -> Any:
         """Return what the module's forward does of rows [B, R], given what it was called with, by name."""

@@ -28,6 +28,7 @@ from .mixers import (
     RowTree,
     State,
     put_state,
+    states_in,
     time_steps,
     with_kernels,
 )
@@ -77,15 +78,13 @@ class Recurrence:
         (heads, width), decays = value.shape[2:], decay.shape[3]
         if self.lengths is None:
             if self.window is None:
-                sizes = (batch, heads, groups, size, width, decays)
-                self.window = StateWindow.empty(*sizes, key.device, self.block)
+                self.window = StateWindow.empty(batch, heads, groups, size, width, decays, key.device, self.block)
             self.window.state[0] = 0.0 if self.state is None else self.state
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         parents, depths = tree.narrow
         self.window.reserve(parents.shape[1])
-        given = (t.to(torch.float32) for t in (query, key, value, decay))
-        beta = None if beta is None else beta.to(torch.float32)
-        return state_rows(*given, beta, parents, depths, self.lengths, self.window, backend=self.backend)
+        given = (None if t is None else t.float() for t in (query, key, value, decay, beta))
+        return state_rows(*given, parents, depths, self.lengths, self.window, backend=self.backend)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.ByDepth`."""
@@ -118,15 +117,10 @@ class GatedDelta(Recurrence):
         dtype = query.dtype
         query, key = query.float(), key.float()
         if use_qk_l2norm_in_kernel:
-            query, key = normalised(query), normalised(key)
+            query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (query, key))  # of length 1
         decay = g[..., None] if g.dim() == 3 else g
         out = self.rows(tree, query * query.shape[-1] ** -0.5, key, value, decay, beta)
         return out.to(dtype), out.new_empty(0)
-
-
-def normalised(x: Tensor) -> Tensor:
-    """Of length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
 class Mamba2(Recurrence):
@@ -264,7 +258,7 @@ class Windowed:
 
     def rows(self, tree: RowTree, options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.ByDepth`."""
-        self.tree, self.no_state = tree, NoState()
+        self.tree, self.no_state = tree, NoState(layers=[])
         given = {name: self.no_state if isinstance(value, RowsCache) else value for name, value in options.items()}
         with own_bits(True, in_parts=True):
             out = self.code(**given)
@@ -277,8 +271,9 @@ class Windowed:
 
     def begin(self) -> None:
         """See :class:`~.mixers.ByDepth`."""
-        for (kind, index), part in self.parts.items():
-            part.begin(getattr(self.layer, kind)[index] if self.layer.has_previous_state[index] else None)
+        states = states_in(self.layer)
+        for key, part in self.parts.items():
+            part.begin(states.get(key))
 
     def end(self) -> None:
         """See :class:`~.mixers.ByDepth`."""
@@ -295,9 +290,7 @@ class Windowed:
 class NoState(Cache):
     """A stand-in that a module's code finds in place of the cache: no state, so that it takes its way for prompts."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.state_idx = 0  # of the convolution that comes next
+    state_idx = 0  # of the convolution that comes next
 
     def get_conv_state(self, *args: Any, **options: Any) -> None:
         """None, for one token as for many."""
