@@ -77,7 +77,7 @@ SECTIONS = {
     "Backends": ("BACKENDS", "BackendUnavailableError"),
 }
 TYPES = {
-    "Options": "gsd_kernels_hf.engine.options",
+    "Options": "gsd_kernels_hf.engine.resolved",
     "Patch": "gsd_kernels_hf.api",
     "GenerationStats": "gsd_kernels_hf.engine.stats",
     "SourceStats": "gsd_kernels_hf.sources.mixer",

@@ -34,7 +34,7 @@ BUDGET = {
     "python/gsd_kernels_hf": 44.3,
     "python/gsd_kernels_hf/acceptance": 20.8,
     "python/gsd_kernels_hf/costs": 10.9,
-    "python/gsd_kernels_hf/engine": 63.6,
+    "python/gsd_kernels_hf/engine": 62.9,
     "python/gsd_kernels_hf/exported": 6.3,
     "python/gsd_kernels_hf/model": 131,
     "python/gsd_kernels_hf/packed": 48.9,

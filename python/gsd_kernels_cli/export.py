@@ -52,8 +52,7 @@ def command(
         raise ValueError(f"DIR: {folder} exists; name a new folder, or delete it first")
     check_writable("DIR", folder)
     with progress("loading the models"):
-        from gsd_kernels_hf.engine.options import Options
-        from gsd_kernels_hf.engine.resolved import Sources
+        from gsd_kernels_hf.engine.resolved import Options, Sources
         from gsd_kernels_hf.exported.folder import PLACES
         from gsd_kernels_hf.sources.checkpoints import fetch
         from gsd_kernels_hf.sources.load import OWN

@@ -18,8 +18,7 @@ from gsd_kernels.config import PLAIN
 from gsd_kernels_cli import demo
 from gsd_kernels_cli.demo.drafters import heads_folder
 from gsd_kernels_hf import validate
-from gsd_kernels_hf.engine.options import Options
-from gsd_kernels_hf.engine.resolved import Sources
+from gsd_kernels_hf.engine.resolved import Options, Sources
 from gsd_kernels_hf.exported.folder import SOURCES
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties

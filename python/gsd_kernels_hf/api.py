@@ -20,9 +20,8 @@ from . import validate
 from .engine.decoder import GraphDecoder
 from .engine.engine import Engines, engines_of
 from .engine.known import learned_of
-from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.resolved import OPTIONS, Sources, check_names, report_draft_lengths, screen
+from .engine.resolved import OPTIONS, Options, Sources, check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .engine.stop_strings import StopStrings
 from .locks import forkable_lock
@@ -83,7 +82,7 @@ def generate(
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
         generation_config, stopping_criteria: as in transformers.
-        **kwargs: the options of :class:`~gsd_kernels_hf.engine.options.Options`, and every other argument of
+        **kwargs: the options of :class:`~gsd_kernels_hf.engine.resolved.Options`, and every other argument of
             transformers' ``generate``. ``logits_processor`` are called as transformers calls them: once a position, in
             order, with ``input_ids`` int64 [batch, length so far] and scores float32 [batch, vocabulary] of the whole
             batch, finished sequences padded. None is copied.
@@ -324,7 +323,7 @@ def patch(model: PreTrainedModel, **options: Any) -> Patch:
 
     Args:
         model: as in :func:`generate`.
-        **options: of :class:`~gsd_kernels_hf.engine.options.Options`.
+        **options: of :class:`~gsd_kernels_hf.engine.resolved.Options`.
 
     Returns:
         A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; the one that

@@ -15,7 +15,7 @@ from models import noised, tiny
 
 from gsd_kernels import DraftSource, patch
 from gsd_kernels_hf.acceptance.criteria import CRITERIA
-from gsd_kernels_hf.engine import capture, decoder, loop
+from gsd_kernels_hf.engine import capture, decoder
 from gsd_kernels_hf.engine.capture import WARM_STEPS, Launched
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
@@ -147,7 +147,7 @@ def test_texts_streams_and_counts_are_the_same(pair, case, ends, flown, cuda, mo
         streamer = Streamer()
         with monkeypatch.context() as patched:
             if not flies:
-                patched.setattr(loop, "may_fly", lambda *_, **__: False)
+                patched.setattr(decoder, "may_fly", lambda *_, **__: False)
             found.append((text(pair, name, rows, **options, streamer=streamer), streamer))
         assert any(flown) == flies and cuda.counts["replays"] > 0
     (expected, before), (got, streamer) = found

@@ -21,7 +21,7 @@ from gsd_kernels import GraphConfig
 
 from .. import validate
 from ..api import by_name, generate, handle_of, patch, theirs, with_defaults
-from ..engine.options import Options
+from ..engine.resolved import Options
 from ..files import write_json
 from ..locks import forkable_lock
 from ..model import properties
