@@ -128,11 +128,9 @@ def thaw() -> None:
 def nothing_is_learned_yet():
     """Engines of a test begin as those of a new process do: what another test's learned is not theirs."""
     yield
-    pairs, store = (sys.modules.get(f"gsd_kernels_hf.{name}") for name in ("costs.pair", "store"))
-    for pair in pairs._pairs.values() if pairs else ():
-        pair.sections.clear()
-    if store:
-        store._waiting.clear()
+    if store := sys.modules.get("gsd_kernels_hf.store"):
+        for known in (store._shared, store._waiting, store._told):
+            known.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -171,7 +171,7 @@ def test_nobody_asks_the_model_again(door):
 
     def stays(frame):
         values, outside = frame.f_locals.values(), frame.f_back
-        while outside is not None and file_of(outside) != "model/facts.py" and outside.f_code.co_name != "own_pair":
+        while outside is not None and file_of(outside) != "model/facts.py" and outside.f_code.co_name != "own_costs":
             outside = outside.f_back
         return outside is None and any(isinstance(v, PreTrainedModel | Facts) or holds(v, storage) for v in values)
 

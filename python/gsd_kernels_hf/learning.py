@@ -8,12 +8,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import GraphConfig
@@ -58,13 +60,18 @@ class Lesson:
 
 
 class Student(History):
-    """The history, which notes in ``answers`` what it knew of every accepted node."""
+    """The history, which notes what it knew of every accepted node.
+
+    Args:
+        answers: tokens of those that ended.
+        lessons: the notes, filled here.
+    """
 
     name = "student"
     on_host = True  # it notes
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers  # of all sessions: copies share it
+    def __init__(self, answers: list[list[int]], lessons: list[Lesson]) -> None:
+        self.answers, self.lessons = answers, lessons  # of all sessions: copies share them
 
     def observe(self, verified: Verified) -> None:
         if self.known is not None and verified.graph is not None:
@@ -74,28 +81,8 @@ class Student(History):
                 graph = verified.graph
                 recent = [int(graph.token_ids[0, node]), *graph.contexts[0, node, : LEARNED_ORDERS - 1].tolist()]
                 found = evidence(self.known, graph, 0, node)
-                self.answers.lessons.append(Lesson(found, recent, token, len(self.answers.tokens)))
+                self.lessons.append(Lesson(found, recent, token, len(self.answers)))
         super().observe(verified)
-
-
-@dataclass
-class Answers:
-    """The texts that a model wrote.
-
-    Attributes:
-        tokens: of every answer.
-        read: of texts that it did not write.
-        lessons: of the answers.
-    """
-
-    tokens: list[list[int]] = field(default_factory=list)
-    read: list[list[int]] = field(default_factory=list)
-    lessons: list[Lesson] = field(default_factory=list)
-
-    @property
-    def seen(self) -> int:
-        """Tokens of all texts."""
-        return sum(map(len, (*self.tokens, *self.read)))
 
 
 def everyday_prompts() -> list[str]:
@@ -159,12 +146,12 @@ def learn(
         raise ValueError(f"file: expected the name of a file to write, got the folder {place}")
     check_writable("GSD_KERNELS_CACHE" if file is None else "file", place)
     place.parent.mkdir(parents=True, exist_ok=True)
-    answers = Answers(read=[ids[0].tolist() for ids in read])
-    _answer(model, asked, answers, new_tokens, progress)
-    if not answers.seen:
+    answers, lessons = _answered(model, asked, new_tokens, progress)
+    known = [*answers, *(ids[0].tolist() for ids in read)]
+    if not (seen := sum(map(len, known))):
         raise ValueError("prompts: the model answered none of them")
-    table, vocabulary = tabled(counted([*answers.tokens, *answers.read])), properties.vocabulary(model)
-    found = Learned(*table, _weights_for(answers), vocabulary, fingerprint(model), answers.seen)
+    weights, vocabulary = _weights_for(answers, lessons), properties.vocabulary(model)
+    found = Learned(*tabled(counted(known)), weights, vocabulary, fingerprint(model), seen)
     found.save(place)
     logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{found.seen:,}", place)
     return place
@@ -200,39 +187,39 @@ def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool) -> 
     return found["input_ids"].to(device)
 
 
-def _answer(model: PreTrainedModel, asked: list[Tensor], answers: Answers, new_tokens: int, progress: bool) -> None:
-    """Have the model answer greedily; Ctrl-C ends it with what is there."""
+def _answered(
+    model: PreTrainedModel, asked: list[Tensor], new_tokens: int, progress: bool
+) -> tuple[list[list[int]], list[Lesson]]:
+    """Have the model answer greedily: the answers' tokens, and their lessons. Ctrl-C ends it with what is there."""
+    student = Student([], [])
     shown = tracked("learning", len(asked), "prompts") if progress else nullcontext(lambda done, note="": None)
     # A patched model's history would be evidence of an answer that others gave.
-    apart = {"learned": False, "reuse_history": False, "reuse_prefix": False}
-    student = {"draft_sources": (Student(answers),), "graph_config": SHAPE}
-    options: dict[str, Any] = {**student, "do_sample": False, **apart}
+    apart = dict.fromkeys(("learned", "reuse_history", "reuse_prefix", "do_sample"), False)
+    options: dict[str, Any] = {"draft_sources": (student,), "graph_config": SHAPE, **apart}
+    answers, lessons = student.answers, student.lessons
     try:
         with shown as update:
             for ids in asked:
                 whole = generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
-                answers.tokens.append(whole[0, ids.shape[1] :].tolist())
-                update(len(answers.tokens), f"{answers.seen:,} tokens")
+                answers.append(whole[0, ids.shape[1] :].tolist())
+                update(len(answers), f"{sum(map(len, answers)):,} tokens")
     except KeyboardInterrupt:
-        if not answers.tokens:
+        if not answers:
             raise
-        logger.warning(
-            "learning: interrupted after %d of %d prompts; what is there is kept", len(answers.tokens), len(asked)
-        )
-    answers.lessons = [lesson for lesson in answers.lessons if lesson.text < len(answers.tokens)]
+        logger.warning("learning: interrupted after %d of %d prompts; what is there is kept", len(answers), len(asked))
+    return answers, [lesson for lesson in lessons if lesson.text < len(answers)]
 
 
-def _weights_for(answers: Answers) -> Tensor:
+def _weights_for(answers: Sequence[list[int]], lessons: Sequence[Lesson]) -> Tensor:
     """Weights of the mixture, fitted to the answers with tables of the others."""
-    weights = prior()
-    if len(answers.lessons) >= FEWEST_NODES:
+    if len(lessons) >= FEWEST_NODES:
         # What an answer teaches of the table's worth must come from a table that has not seen it.
-        halves = [counted(answers.tokens[1 - half :: 2]) for half in (0, 1)]
+        halves = [counted(answers[1 - half :: 2]) for half in (0, 1)]
         try:
-            weights = fitted(answers.lessons, halves, weights)
+            return fitted(lessons, halves, prior())
         except KeyboardInterrupt:
             logger.warning("learning: interrupted; the table is kept, with the weights that ship")
-    return weights
+    return prior()
 
 
 def counted(texts: Sequence[Sequence[int]]) -> Counts:
@@ -274,51 +261,36 @@ def tabled(counts: Counts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -> Tensor:
-    """The weights under which the picks are likeliest, near those that ship where little says otherwise."""
-    rows: list[int] = []  # of every value of evidence: what it speaks for, a candidate of a node or none of them
-    columns: list[int] = []  # its weight
-    values: list[float] = []
-    owners: list[int] = []  # of every row: its node
-    targets: list[int] = []  # of every node: the row that was picked
+    """The weights under which the picks are likeliest, near those that ship where little says otherwise.
+
+    What would have been known with a table of other answers is added to the lessons.
+    """
+    heard: list[tuple[int, int, int, float]] = []  # nodes, candidates (0: none), weights, values
+    picks: list[int] = []  # of every node: the candidate that was picked
     step = max(1, len(lessons) // NODES)
-    for number, lesson in enumerate(lessons[::step]):
-        found = _with_learned(lesson, halves[lesson.text % 2])
-        target = len(owners)
-        for token, votes in ((-1, [found.none]), *found.votes.items()):
-            if token == lesson.picked:
-                target = len(owners)
-            for weight, value in (pair for vote in votes for pair in vote):
-                rows.append(len(owners))
-                columns.append(weight)
-                values.append(value)
-            owners.append(number)
-        targets.append(target)
-    row, column, owner, picked = (
-        torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in (rows, columns, owners, targets)
-    )
-    value = torch.tensor(values, dtype=torch.float64, device="cpu")
+    for node, lesson in enumerate(lessons[::step]):
+        found, lists = lesson.found, []
+        for order, contexts in enumerate(halves[lesson.text % 2], 1):
+            after = contexts.get(tuple(lesson.recent[:order]), Counter())
+            lists.append([(token, math.log(chance)) for token, chance in continuations(after)])
+        hear_learned(found, lists)
+        for candidate, votes in enumerate([[found.none], *found.votes.values()]):
+            for weight, value in chain(*votes):
+                heard.append((node, candidate, weight, value))
+        picks.append([-1, *found.votes].index(lesson.picked) if lesson.picked in found.votes else 0)
+    table, picked = torch.tensor(heard, dtype=torch.float64, device="cpu").T, torch.tensor(picks, device="cpu")
+    (at_node, at_candidate, at_weight), said = table[:3].long(), table[3]  # [values] each
+    nothing = start.new_full((len(picks), int(at_candidate.max()) + 1), -torch.inf)  # [nodes, candidates]
+    nothing[at_node, at_candidate] = 0.0
     weights = start.clone().requires_grad_()
     search = torch.optim.LBFGS([weights], max_iter=ITERATIONS, history_size=20, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         search.zero_grad()
-        scores = start.new_zeros(len(owner)).index_add(0, row, value * weights.index_select(0, column))
-        top = start.new_full((len(picked),), -torch.inf).scatter_reduce(0, owner, scores.detach(), "amax")
-        total = start.new_zeros(len(picked)).index_add(0, owner, (scores - top[owner]).exp())
-        lost = (total.log() + top - scores[picked]).mean() + DECAY * (weights - start).square().sum()
+        scores = nothing.index_put((at_node, at_candidate), said * weights[at_weight], accumulate=True)
+        lost = cross_entropy(scores, picked) + DECAY * (weights - start).square().sum()
         lost.backward()
         return lost
 
     search.step(loss)
     return weights.detach()
-
-
-def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
-    """Add what would have been known with a table of other answers."""
-    lists = []
-    for order, contexts in enumerate(counts, 1):
-        after = contexts.get(tuple(lesson.recent[:order]), Counter())
-        lists.append([(token, math.log(chance)) for token, chance in continuations(after)])
-    found = Evidence({token: list(votes) for token, votes in lesson.found.votes.items()}, list(lesson.found.none))
-    hear_learned(found, lists)
-    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,17 +44,14 @@ class DecodeState:
     @classmethod
     def empty(cls, batch: int, length: int, width: int, device: torch.device) -> DecodeState:
         """Storage for ``length`` tokens a sequence (S) and ``width`` emitted tokens a step (E)."""
-
-        def per_sequence(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
-        report = torch.zeros(sum(report_sizes(batch, width)), dtype=torch.int32, device=device)
+        numbers = partial(torch.zeros, dtype=torch.int32, device=device)
+        report = numbers(sum(report_sizes(batch, width)))
         done, num_emitted, emitted = report.split(report_sizes(batch, width))
         return cls(
-            tokens=per_sequence(length, dtype=torch.int64),
-            out_len=per_sequence(),
-            kv_start=per_sequence(),
-            remaining=per_sequence(),
+            tokens=numbers(batch, length, dtype=torch.int64),
+            out_len=numbers(batch),
+            kv_start=numbers(batch),
+            remaining=numbers(batch),
             done=done.view(torch.bool)[:batch],
             emitted=emitted.view(batch, width),
             num_emitted=num_emitted,
@@ -198,8 +196,13 @@ class Unverified:
     """A step before anything of it is accepted.
 
     Attributes:
-        graph, rows, logits, hidden, tail: see :class:`Verified`.
+        graph: what was drafted; ``None`` where nothing was.
+        rows: the graph unrolled, R rows.
+        logits: float [B, R, V], the target's at every row.
+        hidden: [B, R, D] in the target's dtype, the hidden states that a source declared, by their number (−1: the
+            input of the output matrix); empty where none did.
         positions: int32 [B, R], index of the token picked after each row, padding excluded.
+        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
     """
 
     graph: TokenGraph | None
@@ -211,27 +214,16 @@ class Unverified:
 
 
 @dataclass
-class Verified:
+class Verified(Unverified):
     """One verified step, for sources, policy, ranks, statistics and observers. Valid until the next step.
 
     Attributes:
-        graph: what was drafted; ``None`` where nothing was.
-        rows: the graph unrolled, R rows.
-        logits: float [B, R, V], the target's at every row.
-        hidden: [B, R, D] in the target's dtype, the hidden states that a source declared, by their number (−1: the
-            input of the output matrix); empty where none did.
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
-        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
         nodes: int32 [B, P], the graph node of each accepted row; −2 for none.
     """
 
-    graph: TokenGraph | None
-    rows: Rows
-    logits: Tensor
-    hidden: Mapping[int, Tensor]
     accepted: Acceptance
-    tail: Tensor
     tokens: Tensor
     nodes: Tensor
 
@@ -239,7 +231,7 @@ class Verified:
     def of(cls, step: Unverified, accepted: Acceptance, backend: str = "auto") -> Verified:
         """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
         tokens, nodes = accepted_path(accepted, step.rows, backend=backend)
-        return cls(step.graph, step.rows, step.logits, step.hidden, accepted, step.tail, tokens, nodes)
+        return cls(**vars(step), accepted=accepted, tokens=tokens, nodes=nodes)
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""

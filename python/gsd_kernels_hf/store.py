@@ -16,11 +16,12 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -30,17 +31,18 @@ from torch import Tensor
 import gsd_kernels
 
 from .files import read_file, write_file
-from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
 
 FORMAT = "gsd_kernels kept"
-VERSION = 10
+VERSION = 11
 VERSIONS = gsd_kernels.__version__, torch.__version__, transformers.__version__
-MAX_SECTIONS = 24  # of a document; the oldest ones go
+MOST_FILES = 256  # of a kind; the oldest ones go
+MOST_SHARED = 64  # in a process; what was learned of the others is on disk
 WRITE_AFTER_SECONDS = 5.0  # what is saved meanwhile is written with it
+L = TypeVar("L", bound="Learned")
 _told: set[Path] = set()
-"""Folders of which a line has said that nothing can be kept there."""
+"""Folders of which a line has said that nothing can be kept there, and files that cannot be used."""
 
 
 def cache_dir() -> Path:
@@ -108,8 +110,16 @@ def damaged(what: str, file: Path, why: str) -> ValueError:
     return ValueError(f"{what}: {file} is damaged ({why}); nothing was loaded, save it anew")
 
 
+class Learned(Protocol):
+    """Something that was learned, whose arrays are kept on disk."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that are kept, where they lie."""
+        ...
+
+
 class Document:
-    """Named sections of plain values in one such file, in the cache folder.
+    """A dictionary of plain values and arrays in one such file, in the cache folder, beside others of its kind.
 
     Args:
         kind: what its file's name begins with.
@@ -117,62 +127,79 @@ class Document:
     """
 
     def __init__(self, kind: str, about: Mapping[str, Any]) -> None:
-        self.about = json.loads(json.dumps({**about, "versions": VERSIONS}, sort_keys=True, default=str))
-        self.told = json.dumps(self.about, sort_keys=True)
+        self.kind, self.told = kind, json.dumps({**about, "versions": VERSIONS}, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{VERSION} {self.told}".encode()).hexdigest()[:20]
         self.path = cache_dir() / f"{kind}-{digest}.safetensors"
-        self.warned = False
-        self.lock = forkable_lock()
 
-    def read(self) -> dict[str, Any]:
-        """Its sections; empty where there is no file, or none that can be used (one warning)."""
+    def read(self, part: Learned | None = None) -> dict[str, Any]:
+        """The values that were written; empty where there is no file, or none that can be used (one warning).
+
+        Args:
+            part: takes all arrays over, or none where one is missing or of another size.
+        """
         try:
             _, kept = read_saved(self.path, "kept", FORMAT, VERSION, foreign="is nothing that was kept")
-            return json.loads(kept["sections"]) if kept["about"] == self.told else {}  # another of the same digest
+            values = json.loads(kept["values"])
+            arrays = part.arrays() if part is not None else {}
+            for array, value in [(a, np.array(values[name], a.dtype).reshape(a.shape)) for name, a in arrays.items()]:
+                array[...] = value
+            return values
         except FileNotFoundError:
             return {}
         except Exception as error:
-            self.ignore(error)
+            _warn_once(self.path, "ignoring %s, which cannot be used: %s", self.path, error)
             return {}
 
-    def ignore(self, error: Exception) -> None:
-        """Say once that what was kept cannot be used."""
-        if not self.warned:
-            self.warned = True
-            logger.warning("ignoring %s, which cannot be used: %s", self.path, error)
-
-    def write(self, sections: Mapping[str, Any]) -> None:
-        """Put these sections in place of the file's of the same names; a warning a folder where that fails."""
-        with self.lock:
-            kept = {name: value for name, value in self.read().items() if name not in sections}
-            newest = dict(list({**kept, **sections}.items())[-MAX_SECTIONS:])
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(newest, default=lambda array: array.tolist())
-                write_saved(self.path, FORMAT, VERSION, {}, about=self.told, sections=text)
-            except Exception as error:
-                folder = self.path.parent
-                if folder not in _told:
-                    _told.add(folder)
-                    cure = "GSD_KERNELS_CACHE names another folder"
-                    logger.warning("what was learned cannot be kept in %s (%s); %s", folder, error, cure)
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Put these values in place of the file's; a warning a folder where that fails. The oldest of its kind go."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(values, default=lambda array: array.tolist())
+            write_saved(self.path, FORMAT, VERSION, {}, about=self.told, values=text)
+        except Exception as error:
+            what = "what was learned cannot be kept in %s (%s); GSD_KERNELS_CACHE names another folder"
+            _warn_once(folder, what, folder, error)
+        with suppress(OSError):  # another process removes them, too
+            for old in sorted(folder.glob(f"{self.kind}-*.safetensors"), key=os.path.getmtime)[:-MOST_FILES]:
+                old.unlink()
 
 
-_waiting: dict[tuple[Path, str], tuple[Document, Mapping[str, Any]]] = {}
-"""What is to be written yet, by file and part."""
+def _warn_once(place: Path, message: str, *values: object) -> None:
+    if place not in _told:
+        _told.add(place)
+        logger.warning(message, *values)
+
+
+_shared: dict[Path, Any] = {}
+"""What this process learns of documents, by file, in the order in which it was first asked for."""
+
+
+def shared(document: Document, make: Callable[[], L]) -> L:
+    """The one object that learns of a document in this process; it begins with what the file has."""
+    part: L | None = _shared.get(document.path)
+    if part is None:
+        part = make()
+        document.read(part)
+        part = _shared.setdefault(document.path, part)
+        for oldest in list(_shared)[:-MOST_SHARED]:
+            _shared.pop(oldest, None)
+    return part
+
+
+_waiting: dict[Path, tuple[Document, Mapping[str, Any]]] = {}
+"""What is to be written yet, by file."""
 _writer = threading.Timer(0.0, lambda: None)
 
 
-def write_later(document: Document, sections: Mapping[str, Any], part: str) -> None:
-    """Have sections written in a few seconds by a thread, or when the process ends: no call waits for a disk.
+def write_later(parts: Mapping[Document, Learned]) -> None:
+    """Have what was learned of documents so far written in a few seconds by a thread, or when the process ends.
 
-    Args:
-        document: where to.
-        sections: as of :meth:`Document.write`.
-        part: of the document; of the same part the last is written.
+    No call waits for a disk, and of one document the last is written.
     """
     global _writer
-    _waiting[document.path, part] = document, sections
+    for document, part in parts.items():
+        _waiting[document.path] = document, {name: array.copy() for name, array in part.arrays().items()}
     if not _writer.is_alive():
         _writer = threading.Timer(WRITE_AFTER_SECONDS, _write_waiting)
         _writer.daemon = True
@@ -183,8 +210,8 @@ def write_later(document: Document, sections: Mapping[str, Any], part: str) -> N
 def _write_waiting() -> None:
     for place in list(_waiting):
         if (found := _waiting.pop(place, None)) is not None:
-            document, sections = found
-            document.write(sections)
+            document, values = found
+            document.write(values)
 
 
 @atexit.register

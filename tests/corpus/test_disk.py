@@ -14,12 +14,14 @@ from collections.abc import Iterator
 import pytest
 from checkpoints import corpus_of, random_text
 from models import tokenizer
+from simulated import KNOWN
 
 from gsd_kernels_cli.corpus import build_corpus, files_of, tokenized
 from gsd_kernels_hf import store
+from gsd_kernels_hf.costs.model import CostModel
 from gsd_kernels_hf.files import locked, write_folder
 from gsd_kernels_hf.sources.corpus import HEADER, open_corpus, read_header
-from gsd_kernels_hf.store import MAX_SECTIONS, Document, cache_dir, write_later
+from gsd_kernels_hf.store import Document, cache_dir, write_later
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +45,14 @@ def test_what_a_killed_writer_of_a_folder_left_goes_and_anothers_stays(tmp_path)
     assert (tmp_path / "index" / "file").read_text() == "whole"
 
 
-def test_sections_are_read_back_and_the_oldest_go():
-    document = Document("pair", {"a": 1})
-    document.write({"costs": {"x": 1.5}})
-    Document("pair", {"a": 1}).write({"learned": [2]})
-    assert Document("pair", {"a": 1}).read() == {"costs": {"x": 1.5}, "learned": [2]}
-    assert Document("pair", {"a": 2}).read() == {}
-    for i in range(MAX_SECTIONS + 3):
-        document.write({f"learned {i}": i, "costs": i})
-    kept = document.read()
-    assert len(kept) == MAX_SECTIONS and kept["costs"] == MAX_SECTIONS + 2 and "learned 0" not in kept
+def test_values_are_read_back_and_the_oldest_files_of_a_kind_go(monkeypatch):
+    monkeypatch.setattr(store, "MOST_FILES", 2)
+    for kind, number in (("else", 0), ("pair", 0), ("pair", 1), ("pair", 2)):
+        document = Document(kind, {"a": number})
+        document.write({"costs": {"x": number}})
+        os.utime(document.path, (number, number))
+    found = [Document(kind, {"a": number}).read() for kind, number in (("else", 0), ("pair", 0), ("pair", 2))]
+    assert found == [{"costs": {"x": 0}}, {}, {"costs": {"x": 2}}]
 
 
 @pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw.replace(b"costs", b"casts")])
@@ -77,17 +77,15 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, c
     assert len(caplog.records) == 1 and "GSD_KERNELS_CACHE names another folder" in caplog.text
 
 
-def test_no_save_waits_for_the_disk_and_of_one_part_the_last_is_written(monkeypatch):
-    """Parts of a file that others save are not forgotten."""
+def test_no_save_waits_for_the_disk_and_the_last_is_written(monkeypatch):
     monkeypatch.setattr(store, "WRITE_AFTER_SECONDS", 0.3)
     store._flush_all()
-    document, written = Document("pair", {}), []
-    monkeypatch.setattr(document, "write", lambda sections: written.append(sections))
-    for part, value in (("a", 1), ("b", 3), ("a", 2)):
-        write_later(document, {part: value}, part)
-    assert not written
+    document, costs = Document("pair", {}), CostModel(KNOWN, {})
+    for costs.timed[0] in (1, 2):
+        write_later({document: costs})
+    assert not document.path.exists()
     store._writer.join()
-    assert sorted(map(str, written)) == ["{'a': 2}", "{'b': 3}"]
+    assert document.read()["timed"] == [2]
 
 
 def _write_many(number: int) -> None:
@@ -96,15 +94,13 @@ def _write_many(number: int) -> None:
 
 
 def test_processes_that_write_at_once_leave_a_whole_file():
-    """Forks of one in which a thread writes, too."""
     context, document = multiprocessing.get_context("fork"), Document("pair", {})
-    with document.lock:
-        processes = [context.Process(target=_write_many, args=(n,)) for n in range(3)]
-        for process in processes:
-            process.start()
+    processes = [context.Process(target=_write_many, args=(n,)) for n in range(3)]
+    for process in processes:
+        process.start()
     while any(process.is_alive() for process in processes):
         document.read()
-        assert not document.warned
+        assert not store._told
     for process in processes:
         process.join()
         assert process.exitcode == 0

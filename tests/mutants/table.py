@@ -57,7 +57,7 @@ MUTANTS = [Mutant(*row) for row in (
     (HOST, "before[b] >= remaining[b]", "before[b] > remaining[b]", "lockstep: one token beyond the length", T_LOCKSTEP),
     (LOCKSTEP, "torch.where(done, accepted.num_accepted.max(), accepted.num_accepted)", "accepted.num_accepted", "padding: finished sequences commit no padding", T_LOCKSTEP),
     (LOCKSTEP, "depths=torch.where(done, place, rows.depths)", "depths=rows.depths", "positions: padding is read at wrong positions", T_LOCKSTEP),
-    (HOST, "self.plan.warpers(history, scores.clone()) if self.keep_scores else scores", "scores", "scores that are returned were not warped", T_LOCKSTEP + " -k warped"),
+    (HOST, "self.plan.warpers(history, scores.clone()) if \"scores\" in self.noted else scores", "scores", "scores that are returned were not warped", T_LOCKSTEP + " -k warped"),
     (HOST, "[self.pad if self.done[b] else next(picked)", "[0 if self.done[b] else next(picked)", "padding: finished sequences get another token", T_LOCKSTEP),
     (SAMPLING, "_fused_rank(processors[split - 1]) < rank", "_fused_rank(processors[split - 1]) < len(FUSED)", "processors' order: warpers in another order are fused", T_SAMPLING),
     (SAMPLING, "scores.expand(batch, -1))[b : b + 1]", "scores.expand(batch, -1))[:1]", "processors: every sequence gets the first one's", T_LOCKSTEP + " -k built_in"),

@@ -34,11 +34,10 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import store
-from gsd_kernels_hf.costs import pair as pairs
 from gsd_kernels_hf.costs.model import CostModel
+from gsd_kernels_hf.costs.pair import own_costs
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_hf.policy.automatic import own_pair
 from gsd_kernels_hf.policy.learning import KNOWN_CHOICE_STEPS, Experience, FixedPolicy, LearningPolicy
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder, shape_name
@@ -55,8 +54,10 @@ TEXTS = {"easy": EASY, "usual": USUAL, "hopeless": HOPELESS}
 
 def as_in_another_process(known: Experience, again: Experience) -> None:
     """Let the other one know what a process left on disk."""
-    for one, other in ((known.costs, again.costs), (known, again)):
-        pairs.load(other, pairs.copied(one))
+    for number, (one, other) in enumerate(((known.costs, again.costs), (known, again))):
+        document = store.Document("pair", {"number": number})
+        document.write(one.arrays())
+        document.read(other)
 
 
 def share(world: World, policy: LearningPolicy, steps: int) -> float:
@@ -64,7 +65,7 @@ def share(world: World, policy: LearningPolicy, steps: int) -> float:
     tokens, seconds = world.tokens, world.idle
     world.run(policy, steps)
     rate = (world.tokens - tokens) / world.batch / (world.idle - seconds)
-    return rate / world.best(list(policy.experience.shapes.values()))
+    return rate / world.best(policy.largest_shapes())
 
 
 @pytest.mark.parametrize(("machine", "text", "bandwidth"), rotated(MACHINES, list(TEXTS), (0.25, 1.0, 4.0)))
@@ -214,8 +215,9 @@ def replay(machine: str, batch: int, told: bool = True) -> dict[str, Any]:
             choices.append(f"{policy.names[policy.current]}" if policy.selector is None else "")
             choices[-1] += f":{world.step(policy)}"
         policy.end()
-    figures = [*policy.tokens, *policy.seconds, *known.means, *known.costs.target_std(ROWS)]
-    figures += [*known.costs.target_seconds(ROWS, policy.cached), *known.edges.posterior.weights.tolist()]
+    figures = [*policy.tokens, *policy.seconds, *known.costs.target_std(ROWS)]
+    figures += [*known.costs.target_seconds(ROWS, policy.cached)]
+    figures += [] if policy.selector is None else policy.selector.edges.posterior.weights.tolist()
     told_choices = " ".join(f"{choice}*{len(list(some))}" for choice, some in groupby(choices))
     return {"choices": told_choices, "figures": [float(f"{value:.8g}") for value in figures]}
 
@@ -257,7 +259,7 @@ def own_cache(tmp_path, monkeypatch):
 def forget() -> None:
     """As in another process, after this one's end."""
     store._flush_all()
-    pairs._pairs.clear()
+    store._shared.clear()
     engine._unpatched.clear()
 
 
@@ -281,6 +283,10 @@ def opened(monkeypatch):
     return found
 
 
+def costs_of(models):
+    return own_costs(models, "auto", ladder("cpu", with_model=len(models) > 1))
+
+
 def generate(trained_pair, tokens: int = 24, batch: int = 1, length: int = 12, **options):
     target, draft = trained_pair
     inputs = prompts(batch, length, vocab=target.config.vocab_size)
@@ -296,7 +302,7 @@ def test_settings_are_objects_that_a_user_can_pass(trained_pair, opened):
     history = generate((trained_pair[0], None), tokens=40, graph_config=chosen, draft_sources=("history",))
     assert torch.equal(history.sequences, plain) and opened[-1].settings == chosen and opened[-1].least == 9
     generate(trained_pair, tokens=4)
-    assert opened[-1].settings == gsd.Automatic() and opened[-1].experience is not opened[0].experience
+    assert opened[-1].settings == gsd.Automatic()
 
 
 def test_what_is_known_is_of_weights_a_dtype_and_a_way_of_sampling(trained_pair, opened):
@@ -333,8 +339,8 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(by_rows
     given, options = ((trained_pair[0], None), {"draft_sources": ("history",)}) if by_rows else (trained_pair, {})
     generate(given, tokens=60, **options)
     forget()
-    sections = own_pair([model for model in given if model is not None], "auto").document.read()
-    assert sum(sections["costs"]["timed"]) > 0 and any(name.startswith("learned ") for name in sections)
+    kept, fresh = costs_of([model for model in given if model is not None])
+    assert sum(kept.read()["timed"]) == fresh.steps > 0
     generate(given, tokens=1, **options)
     first, second = (policy.experience for policy in opened)
     assert (opened[0].selector is not None) == by_rows and second is not first
@@ -345,8 +351,8 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(by_rows
 def test_a_file_that_is_not_what_was_written_is_one_line_and_changes_no_text(trained_pair, tmp_path, caplog):
     expected = generate(trained_pair).sequences
     store._flush_all()
-    document = own_pair(trained_pair, "auto").document
-    document.write({"costs": {"target": [[1.0]], "other": [], "timed": []}})
+    document, _ = costs_of(trained_pair)
+    document.write({"target": [[1.0]], "other": [], "timed": []})
     forget()
     with caplog.at_level(logging.WARNING, "gsd_kernels"):
         assert torch.equal(generate(trained_pair).sequences, expected)

@@ -19,7 +19,7 @@ from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.mixer import Mixer, Retention, SourceWeights
+from gsd_kernels_hf.sources.mixer import Mixer, Retention, learned, mixture_of
 
 CPU = torch.device("cpu")
 SHAPE = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=0)
@@ -71,12 +71,12 @@ def test_a_source_that_is_alone_is_corrected_by_its_reliability():
 @pytest.mark.parametrize("wrong", ["model", "another"])
 def test_one_of_two_models_that_is_never_right_is_left_out_for_a_while(wrong):
     sources, retention = [MODEL, Fixed("another", True, [3, 4], [0.6, 0.2])], Retention()
-    weights = {source.name: SourceWeights((0.5,), CPU) for source in sources}
-    seen = weights["another"].mixture  # 400 tokens, which the other one picked or this one
+    weights = {source.name: mixture_of(torch.tensor([0.5])) for source in sources}
+    seen = weights["another"]  # 400 tokens, which the other one picked or this one
     seen.counts.add_(400.0), seen.shares.add_(400.0 * (wrong == "model"))
     retention.observe(sources, weights, 10)
     assert [source.name for source in sources if source not in retention.staying(sources)] == [wrong]
-    assert weights["another"].learned() == (0.0, 0.0), "and begins anew"
+    assert learned(weights["another"]) == (0.0, 0.0), "and begins anew"
     retention.observe(sources[:1], weights, 1024)
     assert retention.staying(sources) == sources
 
@@ -90,15 +90,15 @@ def test_what_was_learned_serves_the_next_call_and_no_other_pair():
     gsd.generate(target, **prompts(1, 14), **draft, **options)
     (only,) = engines_of(target)
 
-    def learned():
-        return only.statistics[False].weights["history"].mixture.weights
+    def weights():
+        return only.statistics[False].weights["history"].weights
 
-    shares = learned()
+    shares = weights()
     assert not torch.equal(shares, torch.tensor(History.shares))
     gsd.generate(target, **prompts(1, 14), draft_sources=("history",), **options)
-    assert torch.equal(learned(), shares)
+    assert torch.equal(weights(), shares)
     gsd.generate(target, **prompts(1, 14), **draft, **options)
-    assert not torch.equal(learned(), shares)
+    assert not torch.equal(weights(), shares)
 
 
 # Layers of the target itself.

@@ -93,7 +93,7 @@ class OnHost:
     Attributes:
         history: int64 [B, S], the texts, padded.
         lengths: of the texts.
-        scores, logits: noted for the output, [V] by sequence and position.
+        noted: scores and logits for the output, as far as they are kept, [V] by sequence and position.
         judged: how far the criteria have been called.
         judged_scores: [B, V] for every position that they were called at.
         taken_back: tokens of earlier steps that a criterion took back.
@@ -118,15 +118,16 @@ class OnHost:
         self.warped_criterion = criterion.of_warped()
         self.batch, self.prompt = state.tokens.shape[0], int(state.out_len[0])
         self.together = together
-        self.pad = int(state.tokens[0, -1])  # behind the longest text there is room for another step
+        self.pad = state.pad
         self.pads_finished = pads_finished or self.batch == 1
-        self.keep_scores, self.keep_logits = keep_scores, keep_logits
         self.done = [False] * self.batch
         self.stopped = [False] * self.batch  # without an eos id, a stopped sequence runs on until all have stopped
         self.history = state.tokens.clone()
         self.lengths: list[int] = state.out_len.tolist()
-        self.scores: list[list[Tensor]] = [[] for _ in range(self.batch)]
-        self.logits: list[list[Tensor]] = [[] for _ in range(self.batch)]
+        asked = {"scores": keep_scores, "logits": keep_logits}
+        self.noted: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in range(self.batch)] for name in asked if asked[name]
+        }
         self.judged, self.judged_scores = self.prompt, ()
         self.taken_back = 0
 
@@ -167,12 +168,9 @@ class OnHost:
         state = self.state
         state.done.logical_or_(torch.tensor(self.done, device=state.done.device, dtype=torch.bool))
 
-    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...]]:
         """transformers' ``scores`` and ``logits`` of the first ``steps`` positions, [B, V] each."""
-        return {
-            "scores": tuple(_noted(self.scores, at) for at in range(steps)) if self.keep_scores else None,
-            "logits": tuple(_noted(self.logits, at) for at in range(steps)) if self.keep_logits else None,
-        }
+        return {name: tuple(_noted(rows, at) for at in range(steps)) for name, rows in self.noted.items()}
 
     def _pick(self, step: Unverified, group: list[int], at: list[int]) -> list[int]:
         """Append the token after the row of each sequence of a group, which are of one length; padding where it ended.
@@ -199,12 +197,11 @@ class OnHost:
         if min(tokens) < 0:
             i = min(range(len(group)), key=tokens.__getitem__)
             self._blame(group[i], logits[group[i], at[i]], [(name, some[i]) for name, some in after])
-        warped = self.plan.warpers(history, scores.clone()) if self.keep_scores else scores
+        warped = self.plan.warpers(history, scores.clone()) if "scores" in self.noted else scores
+        told = {"scores": warped, "logits": raw}  # transformers' own is what processors wrote to as well
         for i, b in enumerate(group):
-            if self.keep_logits:
-                self.logits[b].append(raw[i])  # transformers' own is what processors wrote to as well
-            if self.keep_scores:
-                self.scores[b].append(warped[i])
+            for name, rows in self.noted.items():
+                rows[b].append(told[name][i])
             self.history[b, length] = tokens[i]
             self.lengths[b] += 1
         return tokens
@@ -241,12 +238,13 @@ class OnHost:
 
     def _verdicts(self, length: int) -> list[bool]:
         """Ask the criteria which sequences end, as transformers asks them: ids [B, L], scores [B, V] a position."""
-        if self.keep_scores:
-            self.judged_scores += (_noted(self.scores, length - self.prompt - 1),)
+        scores = self.noted.get("scores")
+        if scores is not None:
+            self.judged_scores += (_noted(scores, length - self.prompt - 1),)
         ids = self.history[:, :length].clone()  # a criterion may keep it
         stops = torch.zeros(self.batch, dtype=torch.bool, device=ids.device)  # [B]
         for criterion in self.criteria:
-            stops = stops | criterion(ids, self.judged_scores if self.keep_scores else None)
+            stops = stops | criterion(ids, None if scores is None else self.judged_scores)
             if stops.shape != (self.batch,):
                 raise ValueError(
                     f"stopping_criteria: {type(criterion).__name__} must return a bool for every sequence, "
@@ -259,7 +257,8 @@ class OnHost:
         self.done[b] = True
         self.history[b, length : self.lengths[b]] = self.pad
         self.lengths[b] = length
-        del self.scores[b][length - self.prompt :], self.logits[b][length - self.prompt :]
+        for rows in self.noted.values():
+            del rows[b][length - self.prompt :]
 
     def _blame(self, b: int, logits: Tensor, after: list[tuple[str, Tensor]]) -> None:
         """Raise for scores of sequence ``b`` from which nothing can be picked, naming where they come from."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -91,8 +90,8 @@ class CostPrior:
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         layers = layers_of(model)
-        heads = _largest(size_in(config, "num_key_value_heads")) or config.num_attention_heads
-        size = _largest(size_in(config, "head_dim")) or config.hidden_size // config.num_attention_heads
+        heads = size_in(config, "num_key_value_heads") or config.num_attention_heads
+        size = size_in(config, "head_dim") or config.hidden_size // config.num_attention_heads
         speeds = GPU if on_gpu else COMPILED if compiled else {}
         return cls(
             target_bytes=weight_bytes(model),
@@ -139,11 +138,6 @@ def weight_bytes(model: nn.Module) -> float:
     return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
 
 
-def _largest(size: Any) -> int | None:
-    """Of the layers."""
-    return max((n for n in size if n), default=None) if isinstance(size, list) else size
-
-
 def _place(module: nn.Module | None) -> int | None:
     """A key that tells whether two modules have the same weights."""
     return module.packed.data_ptr() if isinstance(module, Packed) else id(getattr(module, "weight", None))
@@ -164,6 +158,7 @@ class CostModel:
         shapes: by name, those that steps can have.
 
     Attributes:
+        names, configs: of plain decoding, which has no shape, and of the shapes.
         target, other: log(seconds / prior) beside the pace, of the latest steps [n, REMEMBERED_STEPS], the newest last,
             NaN where there was none yet: of the target's forward by row count, of all else by name.
         timed: number of timed steps, as ``other`` by name, int [1 + shapes].
@@ -171,9 +166,8 @@ class CostModel:
 
     def __init__(self, prior: CostPrior, shapes: Mapping[str, GraphConfig]) -> None:
         self.prior = prior
-        self.names = (PLAIN, *shapes)  # plain: no speculation
-        self.index = {name: i for i, name in enumerate(self.names)}
-        self.prior_other = np.array([prior.other_seconds(None), *(prior.other_seconds(s) for s in shapes.values())])
+        self.names, self.configs = (PLAIN, *shapes), (None, *shapes.values())
+        self.prior_other = np.array([prior.other_seconds(shape) for shape in self.configs])
         self.kinds = np.array([0, *(1 if shape.depth else 2 for shape in shapes.values())])
         self.target, self.other = (np.full((n, REMEMBERED_STEPS), np.nan) for n in (len(ROW_COUNTS), len(self.names)))
         self.paces = np.zeros(0)  # log(seconds / predicted without a pace) of the latest steps
@@ -216,7 +210,7 @@ class CostModel:
         if not steps:
             return
         rows, target, other = np.clip(np.array(steps, dtype=float), MIN_SECONDS, MAX_SECONDS).T  # [n] each
-        place = self.index[name]
+        place = self.names.index(name)
         self.timed[place] += len(steps)
         unsure = self.target_std(rows) + self.other_std()[place]  # [n]
         paces = np.log((target + other) / (self._forwards(rows, cached) + self._besides()[place]))

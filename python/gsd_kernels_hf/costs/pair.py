@@ -6,10 +6,8 @@ import hashlib
 import itertools
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,106 +15,49 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig, cpu_levels
 from gsd_kernels.backends import unavailable_reason
 
-from ..locks import forkable_lock
 from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.facts import Facts
 from ..model.fused import why_not
 from ..packed.modules import stored_in
-from ..store import Document
+from ..store import Document, shared
 from .model import CostModel, CostPrior, layers_of, weight_bytes
 
-MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
-COSTS = "costs"  # section of a pair's document
 FINGERPRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
 
 
-class CostPair:
-    """A target with a draft, or alone, on this machine: its document and its costs.
+def own_costs(
+    models: Sequence[nn.Module], backend: str, shapes: Mapping[str, GraphConfig]
+) -> tuple[Document, CostModel]:
+    """The document of a pair's costs and these, the same object for every call.
 
     Args:
         models: the target, and what is forwarded beside it.
         backend: of the ops.
-        document: where its sections are kept.
         shapes: by name, those that its steps can have.
     """
-
-    def __init__(
-        self, models: Sequence[nn.Module], backend: str, document: Document, shapes: Mapping[str, GraphConfig]
-    ) -> None:
-        self.document = document
-        self.sections = document.read()  # and what this process learned since, where generations ended
-        about = document.about
-        prior = CostPrior.of(
-            *models[:2],
-            one_op=about.get("draft_forward") == "operator",
-            compiled=about["compiled"] and backend in ("auto", "cpu"),
-        )
-        self.costs = CostModel(prior, shapes)
-        self.load(COSTS, self.costs)
-
-    def load(self, section: str, part: Learned) -> None:
-        """Load a section into ``part``, if there is one; one of other arrays is ignored, with a warning."""
-        if section in self.sections:
-            try:
-                load(part, self.sections[section])
-            except Exception as error:
-                self.document.ignore(error)
-
-
-class Learned(Protocol):
-    """Something that was learned, whose arrays are kept on disk."""
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that are kept, where they lie."""
-        ...
-
-
-def copied(part: Learned) -> dict[str, np.ndarray]:
-    """A copy of what is kept of ``part``."""
-    return {name: array.copy() for name, array in part.arrays().items()}
-
-
-def load(part: Learned, kept: Mapping[str, Any]) -> None:
-    """Write what was kept into ``part``: all of it, or nothing where an array is missing or of another size."""
-    arrays = part.arrays()
-    for array, value in [(a, np.array(kept[name], a.dtype).reshape(a.shape)) for name, a in arrays.items()]:
-        array[...] = value
-
-
-_pairs: dict[Path, CostPair] = {}
-_lock = forkable_lock()
-
-
-def pair_of(models: Sequence[nn.Module], backend: str, shapes: Mapping[str, GraphConfig]) -> CostPair:
-    """The pair's place in this process, see :class:`CostPair`; costs are the same object for every call."""
-    document = Document("pair", describe(models, backend))
-    with _lock:
-        pair = _pairs.pop(document.path, None) or CostPair(models, backend, document, shapes)
-        _pairs[document.path] = pair  # the newest is last
-        while len(_pairs) > MAX_PAIRS:
-            del _pairs[next(iter(_pairs))]
-    return pair
-
-
-def describe(models: Sequence[nn.Module], backend: str) -> dict[str, Any]:
-    """Everything that the cost of a step depends on: the identity of a pair."""
-    target = models[0]
-
-    def identity(m: nn.Module) -> tuple[Any, ...]:
-        formats = {
-            f"{stored.name}, {stored.kind}" for module in m.modules() if (stored := stored_in(module)) is not None
-        }
-        return type(m).__name__, *map(str, placed(m)), weight_bytes(m), layers_of(m), sorted(formats)
-
-    return {
-        "models": [identity(model) for model in models],
-        "machine": machine(properties.device_of(target)),
+    about = {  # everything that the cost of a step depends on
+        "models": list(map(identity, models)),
+        "machine": machine(properties.device_of(models[0])),
         "backend": backend,
         **forwards(models, backend),
         "compiled": unavailable_reason("cpu", torch.device("cpu")) is None,
-        "attention": implementation_of(target.config),
+        "attention": implementation_of(models[0].config),
+        "shapes": list(shapes),
     }
+    one_op, compiled = about.get("draft_forward") == "operator", about["compiled"] and backend in ("auto", "cpu")
+    document = Document("pair", about)
+    return document, shared(
+        document, lambda: CostModel(CostPrior.of(*models[:2], one_op=one_op, compiled=compiled), shapes)
+    )
+
+
+def identity(model: nn.Module) -> tuple[Any, ...]:
+    """All of a model that its seconds depend on."""
+    formats = {
+        f"{stored.name}, {stored.kind}" for module in model.modules() if (stored := stored_in(module)) is not None
+    }
+    return type(model).__name__, *map(str, placed(model)), weight_bytes(model), layers_of(model), sorted(formats)
 
 
 def placed(module: nn.Module) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from gsd_kernels.ops.learn import Mixture
+
 from ..locks import forkable_lock
 from ..model import replay
 from ..model.facts import ModelState
@@ -18,7 +20,7 @@ from ..packed.modules import forget_copies
 from ..policy.learning import Policy
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
-from ..sources.mixer import Retention, SourceWeights
+from ..sources.mixer import Retention
 from .resolved import Request, SessionKey, Sources
 from .session import Session, rooms, rounded
 
@@ -36,7 +38,7 @@ class Statistics:
         retention: which sources automatic calls go without.
     """
 
-    weights: dict[str, SourceWeights] = field(default_factory=dict)
+    weights: dict[str, Mixture] = field(default_factory=dict)
     experience: dict[Any, Any] = field(default_factory=dict)
     retention: Retention = field(default_factory=Retention)
 

@@ -115,7 +115,7 @@ class Output:
             self.observer(verified)
         if plain:
             self.plain_seconds.append(launched.seconds)
-        session.mixer.tally.count(session.mixer.asked(), verified)
+        session.mixer.count(verified)
         for sequence, tokens in enumerate(launched.tokens):
             count = len(tokens)
             self.lengths[sequence] += count
@@ -187,9 +187,9 @@ class Output:
         elif isinstance(policy, LearningPolicy) and (costs := policy.experience.costs).steps:
             cached = stats.sequences * (request.prompt_length + self.longest) / 2  # tokens, all sequences together
             target = costs.target_seconds(np.array([float(stats.sequences)]), cached)[0]
-            stats.plain_seconds = float(target + costs.other_seconds()[costs.index[PLAIN]])
+            stats.plain_seconds = float(target + costs.other_seconds()[0])
             stats.plain_from = f"the costs learned from {costs.steps:,} steps of this pair"
-        stats.sources = session.mixer.tally.sources
+        stats.sources = session.mixer.brought
         if self.streamer is not None:
             self.streamer.end()
         rule = session.rule

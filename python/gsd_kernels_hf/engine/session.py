@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import Acceptance, Frontier, GraphConfig, Rows, TokenGraph, flatten, mix_candidates
+from gsd_kernels.ops.learn import Mixture
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
@@ -33,7 +34,7 @@ from ..policy.learning import Plan
 from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource, Level, OwnSource
 from ..sources.memory import HistoryMemory, Known
-from ..sources.mixer import Mixer, SourceWeights
+from ..sources.mixer import Mixer
 from .resolved import Request, SessionKey
 from .stats import Clock
 
@@ -123,7 +124,7 @@ class Session:
     def begin(
         self,
         request: Request,
-        weights: Mapping[str, SourceWeights],
+        weights: Mapping[str, Mixture],
         *,
         reuse_prefix: bool,
         memory: HistoryMemory | None,

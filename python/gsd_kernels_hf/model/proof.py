@@ -551,7 +551,7 @@ def proof_of(kind: Kind, device: torch.device, *, again: bool = False) -> Proof:
         found: Proof = {} if again else _known.get(place) or document.read().get(kind.name) or {}
         if not found:
             logger.info("rows as one operator (%s) are proved on this GPU, some seconds, once", kind.name)
-            document.write({kind.name: BEGUN})
+            document.write({**document.read(), kind.name: BEGUN})
             kept: Proof = {}  # an interrupt says nothing about the GPU
             try:
                 found = prove(kind, device)
@@ -560,7 +560,7 @@ def proof_of(kind: Kind, device: torch.device, *, again: bool = False) -> Proof:
                 kept = BEGUN
                 raise
             finally:
-                document.write({kind.name: kept})
+                document.write({**document.read(), kind.name: kept})
         _known[place] = found
     return found
 

@@ -95,12 +95,13 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(embedding._hf_hook.execution_device) if device.type == "meta" else device
 
 
-def size_in(config: PretrainedConfig, key: str) -> Any:
-    """A size of a config, ``None`` where it has none; of layers that differ in it, a list of theirs."""
+def size_in(config: PretrainedConfig, key: str) -> int | None:
+    """A size of a config, ``None`` where it has none; of layers that differ in it, the largest."""
     try:
-        return getattr(config, key, None)
+        sizes = getattr(config, key, None)
     except RuntimeError:  # transformers does not say which one is meant
-        return [getattr(layer, key, None) for layer in config.per_layer_config]
+        sizes = [getattr(layer, key, None) for layer in config.per_layer_config]
+    return max(filter(None, sizes), default=None) if isinstance(sizes, list) else sizes
 
 
 def with_children(module: Any, children: dict[str, nn.Module | None]) -> Any:

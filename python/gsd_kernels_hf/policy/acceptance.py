@@ -59,20 +59,25 @@ class Acceptance:
         self.share = ((1.0 - part) * old + part * hoped).ravel()
         self.came *= 1.0 - part
 
-    def observe(self, shape: int, accepted: int) -> None:
-        """Learn from a step of a shape that had so many drafted tokens accepted."""
+    def observe(self, shape: int, tokens: Sequence[int], rows: int) -> None:
+        """Learn from a step of a shape, which brought so many tokens by sequence."""
         tails = self.tails[shape]  # [PLACES, most accepted + 1]
-        most = min(accepted, int(np.flatnonzero(tails.any(0))[-1]))
-        beyond = tails[:, most + 1] if most + 1 < tails.shape[1] else 0.0
-        self.came = RATIO_DECAY * self.came + [most, (tails[:, 1:].sum(1) @ self.share)]
-        posterior = _normal(self.share * (tails[:, most] - beyond) + 1e-12)
-        self.steps = min(self.steps + 1.0, MOST_STEPS)
-        self.share = self.share + (posterior - self.share) / self.steps
+        for count in tokens:
+            most = min(count - 1, int(np.flatnonzero(tails.any(0))[-1]))
+            beyond = tails[:, most + 1] if most + 1 < tails.shape[1] else 0.0
+            self.came = RATIO_DECAY * self.came + [most, (tails[:, 1:].sum(1) @ self.share)]
+            posterior = _normal(self.share * (tails[:, most] - beyond) + 1e-12)
+            self.steps = min(self.steps + 1.0, MOST_STEPS)
+            self.share = self.share + (posterior - self.share) / self.steps
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that a step of each shape brings, and the rows that it has, [S] each."""
         accepted, predicted = self.came + RATIO_TOKENS
         return 1.0 + accepted / predicted * (self.tails[..., 1:].sum(-1) @ self.share), self.kept @ self.share
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is kept on disk, in place."""
+        return {"share": self.share}
 
 
 @cache

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from gsd_kernels import GraphConfig
-
-from ..costs.pair import COSTS, CostPair, copied, fingerprint, forwards, pair_of, placed
+from ..costs.pair import fingerprint, forwards, own_costs, placed
 from ..model.properties import device_of
-from ..store import cache_dir, write_later
+from ..store import Document, Learned, cache_dir, shared, write_later
 from .learning import Experience, LearningPolicy
-from .settings import Automatic
 from .shapes import ladder
 
-Kept = tuple[Experience, Callable[[], None]]
-"""What generations like one learned, in this process and others, and what has it written to disk."""
+Kept = tuple[Experience, dict[Document, Learned]]
+"""What generations like one learned, in this process and others, and all of it by where it is kept."""
 
 
 def automatic_policy(
@@ -29,7 +27,6 @@ def automatic_policy(
     about: str,
     chooses_rows: bool,
     backend: str,
-    settings: Automatic,
     **text: Any,
 ) -> LearningPolicy:
     """The policy of one generation.
@@ -43,32 +40,17 @@ def automatic_policy(
         chooses_rows: whether the host may choose how many rows a step has: then rows are chosen, not shapes, where the
             target is alone.
         backend: of the ops.
-        settings: of the policies.
-        **text: what :class:`~gsd_kernels_hf.policy.learning.LearningPolicy` is told of the text.
+        **text: what :class:`~gsd_kernels_hf.policy.learning.LearningPolicy` is told of the text, and its settings.
     """
     by_rows = chooses_rows and len(models) == 1
     ways = forwards(models, backend).values()
-    key = (cache_dir(), backend, by_rows, settings, about, *sources, *ways, *map(placed, models))
+    key = (cache_dir(), backend, by_rows, about, *sources, *ways, *map(placed, models))
     if key not in kept:
-        pair = own_pair(models, backend)
-        section = " ".join(["learned", str(by_rows), about, *sources, *map(fingerprint, models)])
-        experience = Experience(pair.costs, ladder_of(models, reuses=reuses), by_rows=by_rows, settings=settings)
-        pair.load(section, experience)
-
-        def save() -> None:
-            pair.sections[section] = copied(experience)  # for the next engine of the process
-            write_later(pair.document, {COSTS: copied(pair.costs), section: pair.sections[section]}, section)
-
-        kept.setdefault(key, (experience, save))
-    experience, save = kept[key]
-    return LearningPolicy(experience, backend=backend, save=save, **text)
-
-
-def ladder_of(models: Sequence[nn.Module], *, reuses: bool = True) -> dict[str, GraphConfig]:
-    """The shapes that automatic policies choose among, see :func:`ladder`."""
-    return ladder(device_of(models[0]).type, with_model=len(models) > 1, reuses=reuses)
-
-
-def own_pair(models: Sequence[nn.Module], backend: str) -> CostPair:
-    """The pair, with costs of all shapes that automatic policies choose among."""
-    return pair_of(models, backend, ladder_of(models))
+        shapes = ladder(device_of(models[0]).type, with_model=len(models) > 1, reuses=reuses)
+        document, costs = own_costs(models, backend, shapes)
+        known = [by_rows, about, sources, *map(fingerprint, models)]
+        learned = Document("pair", {"costs": document.told, "learned": known})
+        experience = shared(learned, lambda: Experience(costs, by_rows=by_rows))
+        kept.setdefault(key, (experience, {document: costs, learned: experience}))
+    experience, parts = kept[key]
+    return LearningPolicy(experience, backend=backend, save=partial(write_later, parts), **text)

@@ -13,7 +13,7 @@ draft model has to read the prompt too: the first token comes before that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import PLAIN
 
 from ..costs.model import CostModel
 from ..records import Verified
@@ -42,9 +41,6 @@ EXPLORE_STEPS = 16  # timed steps of a pair, in each of which row counts of unce
 MAX_EXPLORE_INTERVAL_STEPS = 31  # between such trials later
 # What a step shows nothing of is believed to be easy by so much more behind each, and where a new text begins.
 HOPE, HOPE_OF_TEXT = 1 / 1024, 0.45
-EASY_TOKENS = 6.0  # of a step whose rows are chosen, in an easy text
-PRIOR_TOKENS, PRIOR_ROWS = 2.0, 8.0  # of a step whose rows are chosen, before any was taken
-PRIOR_STEPS, MEAN_STEPS = 4.0, 32.0  # that these count for, and steps of a running mean
 MAX_BATCH = 64  # of which the last choice is kept apart
 
 
@@ -121,44 +117,21 @@ class Experience:
     """The experience of a pair's generations, together: calls that overlap in time share it.
 
     Args:
-        costs: of the pair, for any sources and sampling.
-        shapes: by name; a subset of those that ``costs`` knows.
+        costs: of the pair, for any sampling.
         by_rows: whether rows of the only shape are chosen.
-        settings: of its policies.
 
     Attributes:
+        acceptance: how many tokens steps bring.
         last: place of the choice that the last text ended with, by batch size; −1: none did.
-        means: tokens and rows of a step whose rows are chosen, and steps that these count for.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        shapes: Mapping[str, GraphConfig],
-        *,
-        by_rows: bool = False,
-        settings: Automatic | None = None,
-    ) -> None:
-        self.costs, self.shapes, self.by_rows, self.settings = costs, dict(shapes), by_rows, settings or Automatic()
-        self.acceptance, self.edges = Acceptance(tuple(self.shapes.values())), EdgeModel()
-        self.last = np.full(MAX_BATCH, -1)
-        self.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
-
-    def hope(self, part: float, *, lookups: bool) -> None:
-        """Believe by ``part`` more in a draft model, with ``lookups`` in all sources, which no step shows."""
-        self.acceptance.hope(part, lookups=lookups)
-        tokens, rows, steps = self.means
-        self.means = np.array([tokens + lookups * part * (EASY_TOKENS - tokens), rows, steps])
-
-    def count_less(self) -> None:
-        """Let the next steps count for more."""
-        self.acceptance.count_less()
-        self.means = np.minimum(self.means, [np.inf, np.inf, PRIOR_STEPS])
+    def __init__(self, costs: CostModel, *, by_rows: bool = False) -> None:
+        self.costs, self.last = costs, np.full(MAX_BATCH, -1)
+        self.acceptance = EdgeModel() if by_rows else Acceptance(costs.configs[1:])
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that is kept on disk but the costs, in place."""
-        edges = self.edges.arrays() if self.by_rows else {}
-        return {"share": self.acceptance.share, "last": self.last, "means": self.means, **edges}
+        return {"last": self.last, **self.acceptance.arrays()}
 
 
 class LearningPolicy:
@@ -166,6 +139,7 @@ class LearningPolicy:
 
     Args:
         experience: of the pair.
+        settings: of one's own.
         batch: sequences.
         prefix: tokens of the prompt.
         reads_prompt: whether a source reads all of the prompt before it proposes.
@@ -177,13 +151,14 @@ class LearningPolicy:
         home: the choice behind a trial, or behind the opening step; else ``None``.
         log: rows and seconds of the steps since the last choice.
         cached: tokens in the target's cache, all sequences together.
-        steps, since: of the text, and since the last switch.
+        steps: of the text.
     """
 
     def __init__(
         self,
         experience: Experience,
         *,
+        settings: Automatic | None = None,
         batch: int = 1,
         prefix: int = 0,
         reads_prompt: bool = False,
@@ -191,20 +166,18 @@ class LearningPolicy:
         save: Callable[[], None] | None = None,
     ) -> None:
         self.experience, self.batch, self.save = experience, batch, save
-        self.settings, costs = experience.settings, experience.costs
-        self.names = (PLAIN, *experience.shapes)
-        self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
-        self.of_costs = np.array([costs.index[name] for name in self.names])
+        self.settings, costs, edges = settings or Automatic(), experience.costs, experience.acceptance
+        self.names, self.configs = costs.names, costs.configs
         models = any(shape is not None and shape.depth for shape in self.configs)
         # What steps show of the sources: 0 nothing, 1 all but the draft model, 2 all.
         self.shows = np.array([0, *(2 if shape.depth or not models else 1 for shape in self.configs[1:])])
-        self.selector = RowSelector(experience.edges, backend) if experience.by_rows else None
+        self.selector = RowSelector(edges, backend) if isinstance(edges, EdgeModel) else None
         self.cached = float(batch * prefix)
-        self.steps = self.since = 0
+        self.steps = 0
         self.next_trial, self.next_exploration = TRIAL_PAUSE_STEPS, 0
         self.home: int | None = None
         self.log: list[tuple[int, float, float]] = []
-        experience.count_less()
+        experience.acceptance.count_less()
         self._predict()
         last = int(experience.last[min(batch, MAX_BATCH) - 1])
         if last >= 0:
@@ -225,7 +198,7 @@ class LearningPolicy:
 
     def largest_shapes(self) -> list[GraphConfig]:
         """All of the pair."""
-        return list(self.experience.shapes.values())
+        return list(self.configs[1:])
 
     def observe(self, seen: Observation) -> None:
         """Learn from a step; now and then choose anew."""
@@ -235,7 +208,6 @@ class LearningPolicy:
         if seen.late:  # of the shape before, which was learned from
             return
         self.steps += 1
-        self.since += 1
         self._learn(seen)
         if self.home is None:
             self._hope(HOPE)
@@ -248,23 +220,14 @@ class LearningPolicy:
 
     def _hope(self, part: float) -> None:
         if self.shows[self.current] < self.shows.max():
-            self.experience.hope(part, lookups=self.current == 0)
+            self.experience.acceptance.hope(part, lookups=self.current == 0)
 
     def _learn(self, seen: Observation) -> None:
-        experience = self.experience
         if seen.target_seconds > 0:
             self.log.append((self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
         counts = [count for count in seen.tokens if count > 0]
-        if not self.current or not counts:
-            return
-        if self.selector is None:
-            for count in counts:
-                experience.acceptance.observe(self.current - 1, count - 1)
-        else:
-            tokens, rows, steps = experience.means
-            steps = min(steps + 1.0, MEAN_STEPS)
-            tokens, rows = tokens + (np.mean(counts) - tokens) / steps, rows + (seen.rows - rows) / steps
-            experience.means = np.array([tokens, rows, steps])
+        if self.current and counts:
+            self.experience.acceptance.observe(self.current - 1, counts, seen.rows)
 
     def _learn_seconds(self) -> None:
         self.experience.costs.observe(self.names[self.current], self.cached, self.log)
@@ -272,17 +235,12 @@ class LearningPolicy:
 
     def _predict(self) -> None:
         """Predict, of every choice: tokens and rows of a sequence, seconds, and how uncertain these are."""
-        experience = self.experience
-        if self.selector is None:
-            tokens, rows = experience.acceptance.tokens()
-        else:
-            tokens, rows = experience.means[:1], experience.means[1:2]
-        self.tokens, self.rows = np.append(1.0, tokens), np.append(1.0, rows)
-        costs = experience.costs
-        target = costs.target_seconds(self.batch * self.rows, self.cached)
-        other = costs.other_seconds()[self.of_costs]
+        costs = self.experience.costs
+        self.tokens, rows = (np.append(1.0, each) for each in self.experience.acceptance.tokens())
+        target = costs.target_seconds(self.batch * rows, self.cached)
+        other = costs.other_seconds()
         self.seconds = target + other
-        stds = target * costs.target_std(self.batch * self.rows) + other * costs.other_std()[self.of_costs]
+        stds = target * costs.target_std(self.batch * rows) + other * costs.other_std()
         self.stds = stds / self.seconds
         self.rates = self.tokens / self.seconds
         if self.selector is not None:
@@ -303,46 +261,37 @@ class LearningPolicy:
 
     def _choose(self, *, timed: bool) -> None:
         """Choose the shape of the next steps: the best one, a trial, or one of what was given up."""
-        experience, gain = self.experience, self.settings.min_gain
         if self.home is not None:
             # Home again before anything is taken: the machine may have become another during the trial.
             self.current, self.home, self.next_choice = self.home, None, self.steps + RETURN_STEPS
             return
         home, best = self.current, self._best(self.current)
         if self.shows[best] > self.shows[home]:  # given up once: a few steps say whether that was right
-            experience.count_less()
+            self.experience.acceptance.count_less()
             self.next_choice = self.steps + self.settings.retry_steps
-        self._take(best, home)
+        self.current = best
+        if best != home:
+            logger.log(
+                logging.INFO if 0 in (best, home) else logging.DEBUG,
+                "auto: %s after %d steps: %s has %.1f tokens/s by %.2f tokens a step, %s %.1f by %.2f",
+                "speculation off" if best == 0 else "speculation on" if home == 0 else "switch",
+                self.steps,
+                *(each[place] for place in (best, home) for each in (self.names, self.rates, self.tokens)),
+            )
         if timed and best and self.steps >= self.next_trial:
-            self._try(best, gain)
+            self._try(best)
 
     def _best(self, home: int) -> int:
         """The choice with the most tokens a second, if that is enough more than ``home`` has."""
-        gain, speculating = self.settings.min_gain, self.tokens[1:].max() > MIN_TOKENS_PER_STEP
-        more = np.full_like(self.rates, gain)
-        if speculating and not self.experience.costs.timed[self.of_costs[0]]:
+        more = np.full_like(self.rates, self.settings.min_gain)
+        if self.tokens[1:].max() > MIN_TOKENS_PER_STEP and not self.experience.costs.timed[0]:
             more[0] = np.inf  # plain decoding is not chosen by a guess of what it takes
         more[home] = 1.0
         return int((self.rates / more).argmax())
 
-    def _take(self, shape: int, before: int) -> None:
-        """Give the next steps to ``shape`` in place of ``before``, because of their tokens a second; log a switch."""
-        if shape != before:
-            logger.log(
-                logging.INFO if 0 in (shape, before) else logging.DEBUG,
-                "auto: %s after %d steps: %s has %.1f tokens/s by %.2f tokens a step, %s %.1f by %.2f",
-                "speculation off" if shape == 0 else "speculation on" if before == 0 else "switch",
-                self.steps,
-                *(self.names[shape], self.rates[shape], self.tokens[shape]),
-                *(self.names[before], self.rates[before], self.tokens[before]),
-            )
-        if shape != self.current:
-            self.since = 0
-        self.current = shape
-
-    def _try(self, home: int, gain: float) -> None:
+    def _try(self, home: int) -> None:
         """Give a few steps to the choice of uncertain cost from which the tokens to come gain most, if any do."""
-        gains = np.log(self.rates / (gain * self.rates[home])) + OPTIMISM_STD * self.stds
+        gains = np.log(self.rates / (self.settings.min_gain * self.rates[home])) + OPTIMISM_STD * self.stds
         lost = TRIAL_TOKENS + TRIAL_STEPS * self.tokens * np.maximum(self.rates[home] / self.rates - 1.0, 0.0)
         worth = np.where(self.stds > 0.02, self.settings.payback_tokens * gains - lost, 0.0)
         worth[home] = 0.0
@@ -353,7 +302,7 @@ class LearningPolicy:
 
     def without_model(self, *, reuses: bool) -> FixedPolicy | LearningPolicy:
         """End, and go on with the best of the shapes without a model's levels, or plain decoding."""
-        if self.shows.max() < 2 or not any(shape is not None and shape.depth for shape in self.configs):
+        if not any(shape is not None and shape.depth for shape in self.configs):
             return self
         self.end()
         some = [shape is None or (reuses and not shape.depth) for shape in self.configs]

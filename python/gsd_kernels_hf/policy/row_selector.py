@@ -8,6 +8,8 @@ less than their tokens; and more where it is hard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,22 +23,48 @@ from ..records import Verified
 # are, nearly right for the history's mixture (6,563 edges of SmolLM2), and what sources that claim too much need.
 PRIOR_MEAN, PRIOR_STD = (0.5, 0.75, -1.2, -0.3, -0.4, 0.4, 0.1), (0.25, 0.1, 0.25, 0.1, 0.2, 0.15, 0.1)
 PROCESS_NOISE = 2.5e-5  # share of its prior variance by which a weight's variance grows with every edge observed
+EASY_TOKENS = 6.0  # of a step in an easy text
+PRIOR_TOKENS, PRIOR_ROWS = 2.0, 8.0  # of a step before any was taken
+PRIOR_STEPS, MEAN_STEPS = 4.0, 32.0  # that these count for, and steps of a running mean
 ROW_BONUS = 0.03  # tokens of later steps that one more forwarded row is worth: the history learns what follows it
 
 
 class EdgeModel:
     """Probability that an edge is right, given its node; see :func:`~gsd_kernels.ops.select_rows.select_rows`.
 
-    What a pair's generations learn, together; nothing of it is specific to a text.
+    What a pair's generations learn, together. In place of :class:`~gsd_kernels_hf.policy.acceptance.Acceptance` it
+    knows how many tokens steps brought, too, whose rows were chosen by it.
+
+    Attributes:
+        means: tokens and rows of a step, and steps that these count for.
     """
 
     def __init__(self) -> None:
+        self.means = np.array([PRIOR_TOKENS, PRIOR_ROWS, PRIOR_STEPS])
         mean, std = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in (PRIOR_MEAN, PRIOR_STD))
         self.posterior = LogisticPosterior(mean, (std**2).diag(), std**2)
 
+    def count_less(self) -> None:
+        """Let the next steps count for more, as of another text."""
+        self.means[2] = min(self.means[2], PRIOR_STEPS)
+
+    def hope(self, part: float, *, lookups: bool) -> None:
+        """Believe by ``part`` more that steps are easy, where none shows it."""
+        self.means[0] += lookups * part * (EASY_TOKENS - self.means[0])
+
+    def observe(self, shape: int, tokens: Sequence[int], rows: int) -> None:
+        """Learn from a step of so many rows, which brought so many tokens by sequence."""
+        self.means[2] = min(self.means[2] + 1.0, MEAN_STEPS)
+        self.means[:2] += ([np.mean(tokens), rows] - self.means[:2]) / self.means[2]
+
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that a step brings, and the rows that it has, [1] each."""
+        return self.means[:1], self.means[1:2]
+
     def arrays(self) -> dict[str, np.ndarray]:
         """All that is kept on disk, in place."""
-        return {"weights": self.posterior.weights.numpy(), "covariance": self.posterior.covariance.numpy()}
+        weights, covariance = (part.numpy() for part in (self.posterior.weights, self.posterior.covariance))
+        return {"means": self.means, "weights": weights, "covariance": covariance}
 
 
 class RowSelector:

@@ -85,47 +85,42 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-class Border:
-    """Asks sources; of one's own it checks the first proposal of a session, and copies each.
+def ask(source: DraftSource, level: Level, vocab_size: int, checked: set[str]) -> Proposal | None:
+    """Ask a source for its proposal at a level; of one's own check the first of a session, and copy each.
 
     Later ones are not looked at, for that would wait for the device: the ops read any values without harm, and take NaN
     for no candidate and what is above 0 for 0.
 
     Args:
+        source: to be asked.
+        level: of a step.
         vocab_size: of the target.
+        checked: names of the sources whose first proposal was looked at; filled here.
+
+    Raises:
+        TypeError, ValueError: no proposal: the source, what was expected, what came and the cure.
     """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.checked: set[str] = set()  # names of sources
-
-    def ask(self, source: DraftSource, level: Level) -> Proposal | None:
-        """Ask ``source`` for its proposal at a level, in storage of its own where the source is a user's.
-
-        Raises:
-            TypeError, ValueError: no proposal: the source, what was expected, what came and the cure.
-        """
-        if is_own(source):
-            return source.propose(level)
-        # What is merged is not theirs to write.
-        frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
-        proposal = source.propose(replace(level, frontier=frontier))
-        if proposal is None:
-            return None
-        if source.name not in self.checked:
-            try:
-                check_proposal(proposal, level, self.vocab_size)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"draft_sources: {source.name}: {error}") from None
-            self.checked.add(source.name)
-        index = proposal.index
-        # A source may write its tensors again: what it proposed is learned from behind the step.
-        return Proposal(
-            proposal.tokens.detach().clone(),
-            proposal.log_probs.detach().nan_to_num(-torch.inf, 0.0),
-            None if index is None else index.detach().clone(),
-            proposal.rows,
-        )
+    if is_own(source):
+        return source.propose(level)
+    # What is merged is not theirs to write.
+    frontier = Frontier(*(tensor.clone() for tensor in level.frontier.tensors()))
+    proposal = source.propose(replace(level, frontier=frontier))
+    if proposal is None:
+        return None
+    if source.name not in checked:
+        try:
+            check_proposal(proposal, level, vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"draft_sources: {source.name}: {error}") from None
+        checked.add(source.name)
+    index = proposal.index
+    # A source may write its tensors again: what it proposed is learned from behind the step.
+    return Proposal(
+        proposal.tokens.detach().clone(),
+        proposal.log_probs.detach().nan_to_num(-torch.inf, 0.0),
+        None if index is None else index.detach().clone(),
+        proposal.rows,
+    )
 
 
 def check_proposal(proposal: object, level: Level, vocab_size: int) -> None:

@@ -111,7 +111,7 @@ def read_header(folder: Path) -> Header:
         with file.open("rb") as opened:
             values = json.loads(opened.read(MAX_HEADER_BYTES).decode())  # what is cut is no JSON
         digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except Exception as error:
         raise ValueError(damaged) from error
     if kind != FORMAT or not isinstance(version, int):
         raise ValueError(f"corpus: {file} is no index of gsd_kernels; write one with gsd-kernels index")
@@ -224,6 +224,4 @@ class Corpus(OwnSource):
             vocab=self.vocab,
             backend=sampler.backend,
         )
-        if not sampler.greedy:
-            log_probs = sampler.perturb(tokens, log_probs, level.positions)
-        return Proposal(tokens, log_probs, matched)
+        return Proposal(tokens, sampler.perturb(tokens, log_probs, level.positions), matched)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -209,25 +208,6 @@ class Reader(DraftModel):
         return b"".join(last) + self.open[sequence]
 
 
-@dataclass(frozen=True)
-class DraftedPath:
-    """A path of a draft's rows, from the root to a leaf or to a special token.
-
-    Attributes:
-        sequence: whose.
-        rows: of its ordinary tokens.
-        ends: bytes of the path's text up to the end of each.
-        text: of them.
-        mark: a special token behind them, its row and its id in the draft's vocabulary; ``None`` for none.
-    """
-
-    sequence: int
-    rows: list[int]
-    ends: list[int]
-    text: bytes
-    mark: tuple[int, int] | None
-
-
 class Retokenised(OwnSource):
     """A draft model that drafts in its own tokens: a graph of its own, over a text and a cache of its own.
 
@@ -319,40 +299,35 @@ class Retokenised(OwnSource):
             return [Trie() for _ in self.own.ids]
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
         self.forwarded = self.drafts.drafted_rows
-        tries, paths = [Trie() for _ in self.own.ids], self.paths(rows)
-        probs = [dict(enumerate(of_rows)) for of_rows in rows.scores.exp().tolist()]
-        jobs = [(self.own.before(p.sequence), p.text[len(self.own.begun[p.sequence]) :]) for p in paths]
-        for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
-            begun = len(self.own.begun[path.sequence])  # bytes that the target has emitted already
-            places = [path.rows[bisect_left(path.ends, begun + end)] for end in spelled.ends]
+        tries, begun = [Trie() for _ in self.own.ids], self.own.begun  # bytes that the target has emitted already
+        tokens, probs = rows.token_ids.tolist(), rows.scores.exp().tolist()
+        paths: list[tuple[int, list[int], list[int]]] = []
+        jobs: list[tuple[bytes, bytes]] = []
+        for sequence, path in self.paths(rows):
+            known = map(self.translation.draft.spelled.get, (tokens[sequence][row] for row in path))
+            pieces = list(takewhile(lambda piece: piece is not None, known))
+            if (text := b"".join(pieces)).startswith(begun[sequence]):
+                paths.append((sequence, path, list(accumulate(map(len, pieces)))))
+                jobs.append((self.own.before(sequence), text[len(begun[sequence]) :]))
+        for (sequence, path, ends), (_, text), spelled in zip(paths, jobs, self.speller.spell(jobs), strict=True):
+            places = [path[bisect_left(ends, len(begun[sequence]) + end)] for end in spelled.ends]
             ahead = list(zip(spelled.tokens, places, strict=True))
-            if path.mark is not None and begun + spelled.covered == len(path.text):
-                row, token = path.mark
-                mark = self.translation.target.counterpart(token, self.translation.draft)
+            if len(path) > len(ends) and spelled.covered == len(text):  # a special token is behind it
+                row = path[len(ends)]
+                mark = self.translation.target.counterpart(tokens[sequence][row], self.translation.draft)
                 ahead += [] if mark is None else [(mark, row)]
-            tries[path.sequence].add(ahead, probs[path.sequence])
+            tries[sequence].add(ahead, probs[sequence])
         return tries
 
-    def paths(self, rows: Rows) -> list[DraftedPath]:
-        """The paths to all leaves, of texts that are not done, that go on from what the target has emitted."""
-        spelled, paths = self.translation.draft.spelled, []
-        columns = (rows.token_ids, rows.parent_rows, rows.num_rows[:, None], self.state.done[:, None])
-        for sequence, (tokens, parents, (count,), (done,)) in enumerate(
-            zip(*(c.tolist() for c in columns), strict=True)
-        ):
-            inner = {0, *parents[:count]}
-            for leaf in range(count) if not done else ():
-                if leaf in inner:
-                    continue
+    def paths(self, rows: Rows) -> Iterator[tuple[int, list[int]]]:
+        """The paths to all leaves, from behind the root, each with its sequence; of texts that are not done."""
+        columns = (rows.parent_rows, rows.num_rows[:, None], self.state.done[:, None])
+        for sequence, (parents, (count,), (done,)) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            for leaf in sorted(set(range(1, count)) - set(parents[:count])) if not done else ():
                 path = [leaf]
                 while parents[path[0]] > 0:
                     path.insert(0, parents[path[0]])
-                pieces = list(takewhile(lambda piece: piece is not None, (spelled.get(tokens[row]) for row in path)))
-                text, ends, marks = b"".join(pieces), list(accumulate(map(len, pieces))), path[len(pieces) :]
-                if text.startswith(self.own.begun[sequence]):
-                    mark = (marks[0], tokens[marks[0]]) if marks else None
-                    paths.append(DraftedPath(sequence, path[: len(pieces)], ends, text, mark))
-        return paths
+                yield sequence, path
 
 
 MIN_SHARED_FRACTION = 0.6

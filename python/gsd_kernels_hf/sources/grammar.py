@@ -41,8 +41,8 @@ tokens where the tokenizer has others."""
 INDEX_EDGES = (0.3, 0.8)  # between the indices
 
 
-class XGrammarWalk:
-    """Over an ``xgrammar.GrammarMatcher`` of its own, whose vocabulary has ``size`` tokens.
+class Walk:
+    """A walk through a grammar, over an ``xgrammar.GrammarMatcher`` of its own, whose vocabulary has ``size`` tokens.
 
     Every step of a walk can be taken back.
     """
@@ -80,7 +80,7 @@ class XGrammarWalk:
         return np.unpackbits(self.mask.numpy().view(np.uint8)[0], bitorder="little").view(bool)
 
 
-class LLGuidanceWalk:
+class LLGuidanceWalk(Walk):
     """A walk like the other, over an ``llguidance.LLMatcher``, which takes tokens alone; ``vocabulary``: theirs."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
@@ -98,19 +98,11 @@ class LLGuidanceWalk:
             return 0
         return len(tokens) * int(self.matcher.consume_tokens(tokens))
 
-    def back(self, steps: int) -> None:
-        if steps:
-            self.matcher.rollback(steps)
-
     def forced(self) -> bytes:
         return self.matcher.compute_ff_bytes()
 
     def allowed(self) -> np.ndarray:
         return np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little").view(bool)
-
-
-Walk = XGrammarWalk | LLGuidanceWalk
-"""A walk of one's own through a grammar."""
 
 
 def walks_of(processors: Sequence[Any], batch: int, vocabulary: Vocabulary, size: int) -> list[Walk | None]:
@@ -133,7 +125,7 @@ def walks_of(processors: Sequence[Any], batch: int, vocabulary: Vocabulary, size
 
 def _walk(matcher: Any, vocabulary: Vocabulary, size: int) -> Walk:
     if type(matcher).__module__.startswith("xgrammar"):
-        return XGrammarWalk(matcher, size)
+        return Walk(matcher, size)
     return LLGuidanceWalk(matcher, vocabulary)
 
 

@@ -65,8 +65,14 @@ class History(OwnSource):
             self.began = None if text.memory is None else text.memory.restore(self.table)
         reference = text.reference_ids
         self.before = 0 if reference is None else 1 + reference.shape[-1]
-        if self.known is not None:
-            self._begin(self.known)
+        if (known := self.known) is not None:  # captured steps read and write where they did, if there is room enough
+            known.clear()
+            learned = text.learned
+            table = None if learned is None else learned.table
+            moved, known.learned = table is not known.learned, table
+            known.weights.copy_(prior() if learned is None else learned.weights)
+            if self._reserve(known) or moved:
+                self.text.recapture()
         if reference is not None:
             texts = reference.to(self.state.tokens.device).long().reshape(-1, reference.shape[-1])
             # Several sequences of one prompt have the prompt's.
@@ -85,16 +91,6 @@ class History(OwnSource):
         if self.mixes:
             weights = prior().to(device)
             self.known = Recollection.empty(self.table, weights, room=1 + self.state.tokens.shape[1])
-
-    def _begin(self, known: Recollection) -> None:
-        """Forget the last text; captured steps read and write where they did, unless there is too little room."""
-        known.clear()
-        learned = self.text.learned
-        table = None if learned is None else learned.table
-        moved, known.learned = table is not known.learned, table
-        known.weights.copy_(prior() if learned is None else learned.weights)
-        if self._reserve(known) or moved:
-            self.text.recapture()
 
     def grow(self) -> None:
         """Make room for the text that the session has room for."""

@@ -26,7 +26,7 @@ from gsd_kernels.ops.step import start_graph
 from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, Level, OwnSource, Prefilled, Proposal, Text, reaches
-from .border import Border, is_own
+from .border import ask, is_own
 
 PRIOR_COUNT = 8.0  # observations that the starting values of weights count for
 MEMORY_COUNT = 400.0  # observations after which an older one counts 1/e
@@ -62,108 +62,30 @@ class SourceStats:
         return f"{self.accepted:,} of {self.proposed:,} tokens accepted{share}, {self.seconds:.3f} s"
 
 
-class SourceWeights:
+def mixture_of(start: Tensor) -> Mixture:
     """The weights w in P = (1 − w) · P(sources before it) + w · P(this one) of one source, by ``Proposal.index``.
 
     Args:
-        shares: prior; where it is 0 it stays 0.
-        device: of the tables.
+        start: float32 [n], the prior; where it is 0 it stays 0.
     """
-
-    def __init__(self, shares: Sequence[float], device: torch.device) -> None:
-        prior = torch.tensor(shares, dtype=torch.float32, device=device)  # [n]
-        self.mixture = Mixture(prior, PRIOR_COUNT * prior, torch.full_like(prior, PRIOR_COUNT), prior.clone())
-
-    def learn(self, asked: Sequence[Asked], nodes: Tensor, picked: Tensor, backend: str = "auto") -> None:
-        """Update by the target's picks, int32 [B, P], after nodes of the accepted path."""
-        mixed = [level for level in asked if level.first_tokens is not None]
-        if mixed:
-            counts = {"prior_count": PRIOR_COUNT, "memory": MEMORY_COUNT}
-            learn_source(mixed, nodes, picked, self.mixture, **counts, backend=backend)
-
-    def learned(self) -> tuple[float, float]:
-        """Picked tokens by which the weights were learned, and which share of them was this source's.
-
-        Without the prior, which an unseen source has of it; (0, 0) where nothing was seen. Waits for the device.
-        """
-        start, shares, counts, _ = (table.tolist() for table in self.mixture)
-        picked = sum(counts) - PRIOR_COUNT * len(counts)
-        mine = sum(shares) - PRIOR_COUNT * sum(start)
-        return (picked, min(1.0, max(0.0, mine / picked))) if picked > 0 else (0.0, 0.0)
-
-    def forget(self) -> None:
-        """Go back to the priors."""
-        start = self.mixture[0]
-        self.copy_(SourceWeights(start.tolist(), start.device))
-
-    def copy_(self, other: SourceWeights) -> None:
-        """Copy the tables of ``other`` into these."""
-        for mine, theirs in zip(self.mixture, other.mixture, strict=True):
-            mine.copy_(theirs)
+    return Mixture(start, PRIOR_COUNT * start, torch.full_like(start, PRIOR_COUNT), start.clone())
 
 
-class Tally:
-    """Counts by source, on the host, of steps in the host's memory; on a GPU they would cost launches in every step.
+def replace_weights(mine: Mixture, theirs: Mixture) -> None:
+    """Copy the tables of ``theirs`` into ``mine``."""
+    for table, other in zip(mine, theirs, strict=True):
+        table.copy_(other)
 
-    A drafted token counts for the first source, in the order in which they are mixed, that proposed it after its
-    parent. So what a later source brings is what it adds to those before it, and the sums are those of all rows.
 
-    Args:
-        names: of the sources, in that order.
-        counts: whether steps are in the host's memory.
+def learned(mixture: Mixture) -> tuple[float, float]:
+    """Picked tokens by which the weights were learned, and which share of them was this source's.
 
-    Attributes:
-        sources: their counts by name.
+    Without the prior, which an unseen source has of it; (0, 0) where nothing was seen. Waits for the device.
     """
-
-    def __init__(self, names: Sequence[str], *, counts: bool) -> None:
-        self.names, self.counts = tuple(names), counts
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a text."""
-        self.sources = {name: SourceStats(0, 0, 0.0) if self.counts else SourceStats() for name in self.names}
-
-    def timed(self, name: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Do a source's work and count its seconds."""
-        begin = time.perf_counter()
-        done = work(*arguments)
-        if (brought := self.sources[name]).seconds is not None:
-            brought.seconds += time.perf_counter() - begin
-        return done
-
-    def count(self, asked: Mapping[str, Sequence[Asked]], verified: Verified) -> None:
-        """Count a step that drafted.
-
-        Args:
-            asked: what the sources proposed, by name, in the order in which they are mixed.
-            verified: the step; after it, since the step itself waits for nothing.
-        """
-        proposing = [name for name, levels in asked.items() if levels]
-        if not self.counts or not proposing or verified.graph is None:
-            return
-        paths, lengths = verified.accepted.accepted_rows.tolist(), verified.accepted.num_accepted.tolist()
-        for sequence, (rows, accepted) in enumerate(zip(verified.rows.num_rows.tolist(), lengths, strict=True)):
-            if not accepted:
-                continue  # a finished sequence verifies nothing
-            left, path = set(range(1, rows)), set(paths[sequence][1:accepted])
-            for name in proposing:
-                mine = left
-                if name != proposing[-1]:
-                    parts = verified.rows.token_ids, verified.rows.parent_rows, verified.rows.node_ids
-                    tokens, parents, nodes = (part[sequence].tolist() for part in parts)
-                    proposed = {  # nodes of the sequence, each with a token that was proposed after it
-                        (node, token)
-                        for level in asked[name]
-                        for node, after in zip(
-                            level.node_ids[sequence].tolist(), level.tokens[sequence].tolist(), strict=True
-                        )
-                        for token in after
-                    }
-                    mine = {row for row in left if (nodes[parents[row]], tokens[row]) in proposed}
-                left, brought = left - mine, self.sources[name]
-                brought.proposed = (brought.proposed or 0) + len(mine)
-                brought.accepted = (brought.accepted or 0) + len(mine & path)
+    start, shares, counts, _ = (table.tolist() for table in mixture)
+    picked = sum(counts) - PRIOR_COUNT * len(counts)
+    mine = sum(shares) - PRIOR_COUNT * sum(start)
+    return (picked, min(1.0, max(0.0, mine / picked))) if picked > 0 else (0.0, 0.0)
 
 
 class Retention:
@@ -178,7 +100,7 @@ class Retention:
         # Calls that overlap may have left out one source each.
         return staying if any(source.forwards for source in staying) else list(sources)
 
-    def observe(self, sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights], steps: int) -> None:
+    def observe(self, sources: Sequence[DraftSource], weights: Mapping[str, Mixture], steps: int) -> None:
         """Learn from a generation (waits for the device).
 
         Args:
@@ -193,7 +115,7 @@ class Retention:
         # P = (1 − w) · P(sources before it) + w · P(this one): a source's share is its w times 1 − w of all after it.
         first, shares, picks, rest = sources[0].name, {}, {}, 1.0
         for name in (source.name for source in reversed(sources[1:])):
-            picks[name], share = weights[name].learned()
+            picks[name], share = learned(weights[name])
             shares[name], rest = rest * share, rest * (1.0 - share)
         # The others' weights are relative to the first source.
         names = [source.name for source in expensive]
@@ -203,17 +125,7 @@ class Retention:
             if picks[name] >= MIN_PICKS and shares[name] < MIN_SHARE * best:
                 self.wait[name] = WAIT_STEPS
                 for forgotten in names if name == first else [name]:  # else it could not show that it became better
-                    weights[forgotten].forget()
-
-
-@dataclass
-class MixedLevel:
-    """Proposals of all sources at one level, or of one source at several, side by side."""
-
-    node_ids: Tensor  # int32 [B, W]
-    candidates: Candidates | None = None  # of all sources together
-    asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
-    rows: int = 0  # that sources forwarded
+                    replace_weights(weights[forgotten], mixture_of(weights[forgotten].start))
 
 
 @dataclass
@@ -222,7 +134,9 @@ class Storage:
 
     graph: TokenGraph
     root: Frontier  # the first one, of the graph's own storage
-    levels: list[MixedLevel] = field(default_factory=list)  # of the last step
+    # Of the last step, level by level or several at once: by source what it proposed, and the mixture before it.
+    levels: list[dict[str, Asked]] = field(default_factory=list)
+    rows: int = 0  # that sources forwarded in it
 
 
 class Mixer:
@@ -235,7 +149,8 @@ class Mixer:
         every: the sources.
         sources: those in use.
         weights: of each source, by name; updated in place.
-        tally: what each brought to this text.
+        brought: counts of each to this text, by name, of steps in the host's memory; on a GPU they would cost launches
+            in every step.
 
     Args:
         sources: in the order in which they are mixed.
@@ -247,17 +162,25 @@ class Mixer:
     def __init__(self, sources: Sequence[DraftSource], state: DecodeState, backend: str, *, vocab_size: int) -> None:
         self.every, self.state, self.backend = tuple(sources), state, backend
         device = state.tokens.device
-        self.weights = {source.name: SourceWeights(source.shares, device) for source in sources}
-        self.border = Border(vocab_size)
+        self.weights = {
+            source.name: mixture_of(torch.tensor(source.shares, dtype=torch.float32, device=device))  # [n]
+            for source in sources
+        }
+        self.vocab_size, self.checked = vocab_size, set[str]()  # names of sources whose first proposal was looked at
         self.log_reliability = {
             source.name: torch.tensor(source.reliability, dtype=torch.float32, device=device).log()  # [n]
             for source in sources
             if source.reliability is not None
         }
-        self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
-        self._take(self.every)
+        self._begin()
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
+
+    def _begin(self) -> None:
+        """Take all sources, which have brought nothing to the text yet."""
+        none = () if replay.is_gpu(self.state.tokens.device) else (0, 0, 0.0)
+        self.brought = {source.name: SourceStats(*none) for source in self.every}
+        self._take(self.every)
 
     def _take(self, sources: Sequence[DraftSource]) -> None:
         self.sources = tuple(sources)
@@ -271,24 +194,24 @@ class Mixer:
 
     def leave(self, length: int) -> list[str]:
         """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
-        left = [source.name for source in self.sources if not reaches(source, length)]
+        staying = [source for source in self.sources if reaches(source, length)]
+        left = [source.name for source in self.sources if source not in staying]
         if left:
-            self._take([source for source in self.sources if reaches(source, length)])
+            self._take(staying)
         return left
 
-    def restart(self, text: Text, weights: Mapping[str, SourceWeights]) -> None:
+    def restart(self, text: Text, weights: Mapping[str, Mixture]) -> None:
         """Start all sources on a batch of texts.
 
         Args:
             text: the session.
             weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
         """
-        self.tally.restart()
-        self._take(self.every)
+        self._begin()
         self.attached: list[DraftSource] = []
         for source in self.sources:
             if source.name in weights:
-                self.weights[source.name].copy_(weights[source.name])
+                replace_weights(self.weights[source.name], weights[source.name])
             source.attach(text)
             self.attached.append(source)
 
@@ -318,7 +241,7 @@ class Mixer:
     @property
     def drafted_rows(self) -> int:
         """Rows that the sources forwarded in the last step."""
-        return 0 if self.current is None else sum(level.rows for level in self.current.levels)
+        return 0 if self.current is None else self.current.rows
 
     def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
@@ -331,22 +254,22 @@ class Mixer:
             The shape's own graph, which its next step writes again.
         """
         assert self.current is not None, "prepare(config) comes first"
-        state, graph, levels = self.state, self.current.graph, []
+        state, graph = self.state, self.current.graph
+        self.current.levels, self.current.rows = [], 0
         first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
         frontier = self.current.root
         for number in range(config.depth + (config.history_depth if self.lookups else 0)):
             level = Level(number, config, graph, frontier, first_pick)
-            rest = self.propose_rest(level)
-            if rest is not None:
-                levels.append(rest)
+            source = self.grower if number >= config.depth else None
+            if source is not None:  # it does this level and all behind it at once, merged
+                self.current.levels.append({source.name: self._timed(source, source.propose_rest, level)})
                 break
-            drafted = self.propose(level)
-            levels.append(drafted)
+            candidates = self.propose(level, self.current)
             # The width is the next level's, which is the history's behind the last that a model expands.
             frontier = merge(
                 graph,
                 frontier.node_ids,
-                *drafted.candidates,
+                *candidates,
                 level=number,
                 width=config.width if number + 1 < config.depth else config.history_width,
                 config=config,
@@ -354,36 +277,27 @@ class Mixer:
             )
             if trims and int(frontier.node_ids[:, 0].max()) < 0:  # the best of each sequence comes first
                 break
-        self.current.levels = levels
         return graph
 
-    def propose(self, level: Level) -> MixedLevel:
-        """The candidates of all sources after every frontier node."""
-        drafted, found = MixedLevel(level.frontier.node_ids), None
+    def propose(self, level: Level, noted: Storage) -> Candidates:
+        """The candidates of all sources after every frontier node; what each proposed is ``noted``."""
+        found, asked = None, dict[str, Asked]()
+        noted.levels.append(asked)
         for source in self.sources:
-            proposal = self.tally.timed(source.name, self.border.ask, source, level)
+            proposal = self._timed(source, ask, source, level, self.vocab_size, self.checked)
             if proposal is None:
                 continue
-            drafted.rows += proposal.rows
+            noted.rows += proposal.rows
             proposal = fitted(proposal, level)
             # With the mixture before it: a source's weight learns from what it would add to that.
-            asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
-            drafted.asked[source.name] = asked
+            own = Asked(level.frontier.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
+            asked[source.name] = own
             if found is None:
-                found = self.alone(source.name, asked)
+                found = self.alone(source.name, own)
             else:
-                table = self.weights[source.name].mixture.weights
-                found = mix_candidates(*found, *proposal.candidates, table, index=asked.index, backend=self.backend)
-        drafted.candidates = nothing(level) if found is None else found
-        return drafted
-
-    def propose_rest(self, level: Level) -> MixedLevel | None:
-        """This level and all behind it, merged, where one source alone is asked there and does them at once."""
-        source = self.grower if level.number >= level.config.depth else None
-        if source is None:
-            return None
-        asked = self.tally.timed(source.name, source.propose_rest, level)
-        return MixedLevel(asked.node_ids, (asked.tokens, asked.log_probs), {source.name: asked})
+                table = self.weights[source.name].weights
+                found = mix_candidates(*found, *proposal.candidates, table, index=own.index, backend=self.backend)
+        return nothing(level) if found is None else found
 
     def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, corrected by its reliability."""
@@ -397,17 +311,57 @@ class Mixer:
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
         for source in self.sources:
-            self.tally.timed(source.name, source.observe, verified)
-        if verified.graph is None:
+            self._timed(source, source.observe, verified)
+        nodes, picked, counts = verified.nodes, verified.tokens, {"prior_count": PRIOR_COUNT, "memory": MEMORY_COUNT}
+        for name, asked in self.asked().items() if verified.graph is not None else ():
+            if mixed := [level for level in asked if level.first_tokens is not None]:
+                learn_source(mixed, nodes, picked, self.weights[name], **counts, backend=self.backend)
+
+    def _timed(self, source: DraftSource, work: Callable[..., T], *arguments: Any) -> T:
+        """Do a source's work and count its seconds."""
+        begin = time.perf_counter()
+        done = work(*arguments)
+        if (brought := self.brought[source.name]).seconds is not None:
+            brought.seconds += time.perf_counter() - begin
+        return done
+
+    def count(self, verified: Verified) -> None:
+        """Count a step that drafted, after it, since the step itself waits for nothing.
+
+        A drafted token counts for the first source, in the order in which they are mixed, that proposed it after its
+        parent. So what a later source brings is what it adds to those before it, and the sums are those of all rows.
+        """
+        asked = {name: levels for name, levels in self.asked().items() if levels}
+        if replay.is_gpu(self.state.tokens.device) or not asked or verified.graph is None:
             return
-        for name, asked in self.asked().items():
-            self.weights[name].learn(asked, verified.nodes, verified.tokens, self.backend)
+        paths, lengths = verified.accepted.accepted_rows.tolist(), verified.accepted.num_accepted.tolist()
+        for sequence, (rows, accepted) in enumerate(zip(verified.rows.num_rows.tolist(), lengths, strict=True)):
+            if not accepted:
+                continue  # a finished sequence verifies nothing
+            left, path = set(range(1, rows)), set(paths[sequence][1:accepted])
+            for name, levels in asked.items():
+                mine = left
+                if name != list(asked)[-1]:
+                    parts = verified.rows.token_ids, verified.rows.parent_rows, verified.rows.node_ids
+                    tokens, parents, nodes = (part[sequence].tolist() for part in parts)
+                    proposed = {  # nodes of the sequence, each with a token that was proposed after it
+                        (node, token)
+                        for level in levels
+                        for node, after in zip(
+                            level.node_ids[sequence].tolist(), level.tokens[sequence].tolist(), strict=True
+                        )
+                        for token in after
+                    }
+                    mine = {row for row in left if (nodes[parents[row]], tokens[row]) in proposed}
+                left, brought = left - mine, self.brought[name]
+                brought.proposed = (brought.proposed or 0) + len(mine)
+                brought.accepted = (brought.accepted or 0) + len(mine & path)
 
     def asked(self) -> dict[str, list[Asked]]:
         """The sources' proposals in the last step, level by level, by name in the order in which they are mixed."""
         found: dict[str, list[Asked]] = {source.name: [] for source in self.sources}
-        for drafted in [] if self.current is None else self.current.levels:
-            for name, asked in drafted.asked.items():
+        for level in [] if self.current is None else self.current.levels:
+            for name, asked in level.items():
                 if name in found:  # not left out since
                     found[name].append(asked)
         return found
@@ -416,11 +370,7 @@ class Mixer:
 def fitted(proposal: Proposal, level: Level) -> Proposal:
     """The proposal with as many candidates as the graph's branch."""
     tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
-    short = level.graph.branch - tokens.shape[2]
-    typed = tokens.dtype is torch.int32 and log_probs.dtype is torch.float32
-    if not short and typed and (index is None or index.dtype is torch.int32):
-        return proposal
-    if short:
+    if short := level.graph.branch - tokens.shape[2]:
         tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
     return Proposal(tokens.to(torch.int32), log_probs.float(), None if index is None else index.to(torch.int32))
 

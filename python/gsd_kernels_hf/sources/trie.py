@@ -29,7 +29,7 @@ class Trie:
         self.after: dict[int, Trie] = {}
         self.rows: dict[int, float] = {}
 
-    def add(self, path: Iterable[tuple[int, int]], probs: Mapping[int, float]) -> None:
+    def add(self, path: Iterable[tuple[int, int]], probs: Mapping[int, float] | Sequence[float]) -> None:
         """Add a path: its tokens, and of each the row that completes it.
 
         Args:
