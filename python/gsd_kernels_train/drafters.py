@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.sources.checkpoints import BadCheckpoint, shapes_of
-from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash, DFlashConfig, along
-from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Eagle3, Eagle3Config
+from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash
+from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Eagle3
 from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.sources.layouts import HEADS
 from gsd_kernels_hf.sources.mtp import Block, Mtp, blocks_of
@@ -101,7 +101,7 @@ class Eagle3Training(UnrolledTraining):
         if drafter.target_head:
             self.config[TARGET_HEAD] = True
             check_output_matrix("drafters without an output matrix of their own", options, target)
-        module = Eagle3(Eagle3Config.of(self.config, {}))
+        module = Eagle3(self.config)
         if module.d2t is not None:
             module.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
         self.begin(module, fused, drafter.depth or DEPTH)
@@ -110,9 +110,8 @@ class Eagle3Training(UnrolledTraining):
             size = sizes["hidden_size"]
             module.fc.weight.zero_()[:, -size:].copy_(torch.eye(size, dtype=torch.float32, device="cpu"))
             module.norm.weight.copy_(decoder_of(target)[1].weight)
-        trained = module.config.own_head
         module.share_head(target)
-        module.lm_head.weight.requires_grad_(trained)
+        module.lm_head.weight.requires_grad_(not drafter.target_head)
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`UnrolledTraining.outputs`."""
@@ -121,7 +120,7 @@ class Eagle3Training(UnrolledTraining):
     def save(self, folder: Path) -> None:
         """Write the layout of SafeAILab and SpecForge, which vLLM and SGLang read."""
         tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in self.module.state_dict().items()}
-        if not self.module.config.own_head:
+        if TARGET_HEAD in self.config:
             del tensors["lm_head.weight"]
         if self.module.d2t is not None:
             known = torch.zeros(self.config["vocab_size"], dtype=torch.bool, device="cpu")
@@ -292,9 +291,8 @@ class DFlashTraining(DrafterTraining):
         else:
             self.config["dflash_config"] = said | ({"causal_head": True} if self.kind == "jetspec" else {})
         check_output_matrix("drafters of blocks", options, target)
-        read = DFlashConfig.of(self.config, tensors)
-        module = DFlash(read)
-        self.begin(module, fused, read.num_drafted)
+        module = DFlash(self.config | {"tensors": tensors})
+        self.begin(module, fused, module.num_drafted)
         with torch.no_grad():  # the target's output matrix is behind it
             module.norm.weight.copy_(decoder_of(target)[1].weight)
         # Later tokens are harder, and reached less often: arXiv 2602.06036 has exp(−k/7) for 16 rows, exp(−k/4) for 8.
@@ -308,17 +306,15 @@ class DFlashTraining(DrafterTraining):
             Logits [B, A, guesses, V], and those of the confidence head [B, A, guesses]; ``None`` without one.
         """
         batch, count = roots.shape
-        size, places = self.module.config.block_size, windows.shape[1] - 1
+        size, places = self.module.block_size, windows.shape[1] - 1
         row = torch.arange(size, device=windows.device)
-        block = torch.full(
-            (batch, count, size), self.module.config.mask_token_id, device=windows.device, dtype=torch.int64
-        )
+        block = torch.full((batch, count, size), self.module.mask_token_id, device=windows.device, dtype=torch.int64)
         block[..., 0] = windows.gather(1, roots)
         text = torch.arange(places, device=windows.device)
         before = (text < roots[..., None])[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
         owner = torch.arange(count, device=windows.device).repeat_interleave(size)
         same = owner[:, None] == owner
-        if self.module.config.causal_head:
+        if self.module.causal_head:
             same = same.tril()
         rows = Blocks(torch.cat([before, same.expand(batch, -1, -1)], -1))
         with self.options.autocast():
@@ -334,7 +330,7 @@ class DFlashTraining(DrafterTraining):
         tokens = windows[:, None].expand(-1, count, -1).gather(2, known).flatten(0, 1)  # before each guess
         paths = hidden.flatten(0, 1)
         with self.options.autocast():
-            logits = along(self.module.edges, logits.flatten(0, 1), paths, tokens).unflatten(0, (batch, count))
+            logits = self.module.edges(logits.flatten(0, 1), paths, tokens)[0].unflatten(0, (batch, count))
             confidence = self.module.confidence(paths, tokens).unflatten(0, (batch, count))[..., 0]
         return logits, confidence.to(self.options.weights)
 

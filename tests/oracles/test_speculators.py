@@ -23,7 +23,6 @@ from speculators.models.peagle.data import generate_cod_sample_indices
 from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import along
 from gsd_kernels_hf.sources.load import load_drafter, source_of
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -182,7 +181,7 @@ def test_blocks(name, tmp_path, monkeypatch):
     model, described, layers, draft, settings = BLOCKS[name]
     theirs, ours, target = both(tmp_path, model, described, layers, draft, MASKED | settings)
     hidden, tokens = text_of(theirs.hidden_size)
-    tokens, block, drafted = tokens[:, :LENGTH], ours.config.block_size, ours.config.num_drafted
+    tokens, block, drafted = tokens[:, :LENGTH], ours.block_size, ours.num_drafted
     anchors = LENGTH - block - 1
     mask = torch.zeros(1, LENGTH)
     mask[:, 1 : 1 + anchors] = 1  # drafts from places 1 … anchors
@@ -201,7 +200,7 @@ def test_blocks(name, tmp_path, monkeypatch):
         return
     before = tokens[0, places[:, None] + torch.arange(drafted)]
     if model is DFlash2DraftModel:
-        scored = along(ours.edges, given, mine[:, last], before)
+        scored, _ = ours.edges(given, mine[:, last], before)
         following = theirs._predecessor_ids(tokens, at).reshape(1, -1)
         ids, scores = (
             found.view(anchors, block, -1)[:, last]
@@ -215,7 +214,7 @@ def test_blocks(name, tmp_path, monkeypatch):
         # A recurrent head's state begins with the root's row, whether or not that drafts.
         rows = torch.cat([given[:, : block - drafted], given], 1)
         root = tokens[0, places[:, None].expand(-1, block - drafted)]
-        scored = along(ours.edges, rows, mine, torch.cat([root, before], 1))[:, last]
+        scored = ours.edges(rows, mine, torch.cat([root, before], 1))[0][:, last]
         torch.testing.assert_close(scored, found[0].view(anchors, block, -1)[:, last], **TOLERANCE)
         sure = ours.confidence(mine[:, last], before)[..., 0]
         torch.testing.assert_close(sure, found[2].view(anchors, block)[:, last], **TOLERANCE)

@@ -22,8 +22,6 @@ from gsd_kernels import DFlash, Eagle3
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashConfig, along
-from gsd_kernels_hf.sources.feature_drafter import Eagle3Config
 from gsd_kernels_hf.sources.layouts import HEADS, HeadLayout
 from gsd_kernels_hf.sources.load import source_of
 
@@ -119,7 +117,7 @@ def random_eagle3(
     torch.manual_seed(seed)
     tensors = {"embed_tokens.weight": ()} if own_embedding else {}
     tensors |= {"mask_hidden": mask_shape} if mask_shape else {}
-    return randomised(Eagle3(Eagle3Config.of(config, tensors)))
+    return randomised(Eagle3(config | {"tensors": tensors}))
 
 
 def randomised(module: Any) -> Any:
@@ -203,7 +201,7 @@ def safeailab(module: Eagle3) -> dict[str, torch.Tensor]:
     """The tensors of a drafter under the names that SafeAILab and SpecForge give them."""
     found = {name.replace("layers.0.", "midlayer."): value for name, value in module.state_dict().items()}
     if module.d2t is not None:
-        known = torch.zeros(module.config.layers.vocab_size, dtype=torch.bool)
+        known = torch.zeros(module.sizes.vocab_size, dtype=torch.bool)
         known[module.target_ids()] = True
         found["t2d"] = known
     return found
@@ -235,7 +233,7 @@ def random_dflash(config: dict[str, Any], *, own: bool = False, confidence: tupl
     tensors = dict.fromkeys(("embed_tokens.weight", "lm_head.weight") if own else (), ())
     if confidence is not None:
         tensors |= {"confidence_head.proj.weight": confidence, "confidence_head.proj.bias": (1,)}
-    return randomised(DFlash(DFlashConfig.of(config, tensors)))
+    return randomised(DFlash(config | {"tensors": tensors}))
 
 
 class Block(dict):
@@ -252,22 +250,22 @@ class Block(dict):
 def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
     """Fit a drafter to the target's own text, a block of every text at a place a step."""
     text, chosen, embed, draft_id, gen = lessons(module, target)
-    config = module.config
+    size, drafted = module.block_size, module.num_drafted
     head = (target.lm_head if module.lm_head is None else module.lm_head).weight.detach().float()
 
     def loss() -> torch.Tensor:
-        place = int(torch.randint(3, text.shape[1] - config.block_size, (), generator=gen))
-        block = torch.full((len(text), config.block_size), config.mask_token_id)
+        place = int(torch.randint(3, text.shape[1] - size, (), generator=gen))
+        block = torch.full((len(text), size), module.mask_token_id)
         block[:, 0] = text[:, place]
-        positions = torch.arange(place + config.block_size).expand(len(text), -1)
+        positions = torch.arange(place + size).expand(len(text), -1)
         rows = Block()
         module.store(module.fuse([state[:, :place] for state in chosen]), positions[:, :place], rows)
         hidden = module.norm(module(embed(block), None, positions[:, place:], rows))
-        hidden = hidden[:, config.block_size - config.num_drafted :]
+        hidden = hidden[:, size - drafted :]
         logits = hidden @ head.T
         if module.edges is not None:
-            logits = along(module.edges, logits, hidden, text[:, place : place + config.num_drafted])
-        wanted = draft_id[text[:, place + 1 : place + 1 + config.num_drafted]]
+            logits = module.edges(logits, hidden, text[:, place : place + drafted])[0]
+        wanted = draft_id[text[:, place + 1 : place + 1 + drafted]]
         return cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     return descended(module, steps, 0.01, loss).to(target.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from torch import nn
 from gsd_kernels import DFlash, Eagle3, Frontier, GraphConfig, Mtp
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.sources.base import Level
-from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
+from gsd_kernels_hf.sources.features import DFlashDrafts
 from gsd_kernels_hf.sources.layouts import PARTS
 from gsd_kernels_train.drafters import block_to_train, new_head
 
@@ -100,7 +99,7 @@ def at_once(module: Eagle3, tokens: torch.Tensor, states: list[torch.Tensor], co
     features, unknown = module.fuse(states)[:, : tokens.shape[1] - 1], tokens.new_zeros(1, count - 1)
     if count > 1:
         features = torch.cat([features, module.mask_feature().expand(1, count - 1, -1)], 1)
-        unknown += module.config.mask_token_id
+        unknown += module.mask_token_id
     embed = llama().get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
     embedded, positions = embed(torch.cat([tokens[:, 1:], unknown], 1)), torch.arange(features.shape[1])[None]
     return module.outputs(module(embedded, features, positions, Causal()))[1][0, -count:]
@@ -168,7 +167,7 @@ def test_every_edge_has_what_the_head_says_of_it(kind):
     A confidence head has none: the likeliest token is picked.
     """
     drafter, merged, longest = dflash(kind), 0, 0
-    skipped = int(not drafter.config.sample_from_anchor)  # the root's row is a recurrent head's first step all the same
+    skipped = int(not drafter.sample_from_anchor)  # the root's row is a recurrent head's first step all the same
     shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=-1 if kind.endswith("rent") else 0)
     for graph, states, logits in graphs_of(drafter, shape):
         parents: dict[int, set[int]] = {}
@@ -183,7 +182,7 @@ def test_every_edge_has_what_the_head_says_of_it(kind):
             rows = torch.cat([torch.zeros_like(logits[:1]).repeat(skipped, 1), logits[: len(path)]])[None]
             hidden = states[None, : before.shape[1]]
             if drafter.edges is not None:
-                rows = along(drafter.edges, rows, hidden, before)
+                rows, _ = drafter.edges(rows, hidden, before)
             expected = rows[0, -1].log_softmax(-1)
             for after, found in zip(targets.tolist(), log_probs.double(), strict=True):
                 if after >= 0:
@@ -262,7 +261,7 @@ def made_for(variant: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
         module = new_head(block_to_train(target)).requires_grad_(False)
         if variant in FIRST:
-            module.layout = replace(module.layout, hidden_first=True)
+            module.layout = module.layout._replace(hidden_first=True)
             module.projection = nn.Linear(64, 32, dtype=torch.float64).requires_grad_(False)
         random_tensors(module)
     elif variant in EAGLE3:

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.base import Prefilled
-from gsd_kernels_hf.sources.dflash import DFlashDrafts, along
-from gsd_kernels_hf.sources.features import Recursive
+from gsd_kernels_hf.sources.features import DFlashDrafts, Recursive
 from gsd_kernels_train import loop
 from gsd_kernels_train.distill import Distillation, distill
 from gsd_kernels_train.drafters import DFlashTraining, DrafterOptions, Eagle3Training, HeadTraining, MtpTraining
@@ -192,7 +191,7 @@ def test_blocks_are_what_drafting_computes(folder, kind):
     expected = trained.target.lm_head(hidden)
     if kind == "dspark":
         tokens = window[0, roots[:, None] + torch.arange(3)]
-        expected = along(trained.module.edges, expected, hidden, tokens)
+        expected, _ = trained.module.edges(expected, hidden, tokens)
         torch.testing.assert_close(confidence[0], trained.module.confidence(hidden, tokens)[..., 0])
     torch.testing.assert_close(logits[0], expected)
     assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()

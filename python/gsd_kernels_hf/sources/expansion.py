@@ -19,7 +19,8 @@ from gsd_kernels.ops.step import feed_chain
 
 from ..model import properties
 from ..model.runner import RowModel
-from ..model.vocabulary import SharedTokens, Translation
+from ..model.vocabulary import Translation
+from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Candidates, Sampler, Verified
 from .base import Level, OwnSource, Proposal, Text, rows_at
 
@@ -31,54 +32,56 @@ class DraftVocabulary:
     """Draft tokens as the target's.
 
     Args:
-        target_ids: int64 [draft], the target's id of every draft token; ``None``: they have the target's ids.
-        size: of the vocabulary that these ids are of, as the drafter knows it.
-        vocab_size: V, the target's, which may be smaller.
+        vocab_size: V, of the target.
+        same: int64 [n], the drafter's token of each of the target's, −1 for none; ``None``: they have the same ids.
+        drafted: tokens of the drafter's logits, where these have ids of their own.
     """
 
-    def __init__(self, target_ids: Tensor | None, size: int, vocab_size: int) -> None:
-        self.target_ids, self.size, self.vocab_size = target_ids, size, vocab_size
-        self.table: Tensor | None = None
+    def __init__(self, vocab_size: int, same: Tensor | None = None, drafted: int = 0) -> None:
+        self.vocab_size, self.table, self.same = vocab_size, None, same
+        if same is None:
+            return
+        same = pad(same, (0, vocab_size - len(same)), value=-1)  # output rows that are no token
+        self.absent, self.same = same < 0, same.clamp(min=0)
+        (there,) = torch.where(same >= 0)
         # Ids that ascend keep the order of ties, which go to the lowest one.
-        if target_ids is not None and bool((target_ids.diff() > 0).all()) and int(target_ids[-1]) < vocab_size:
-            self.table = pad(target_ids.to(torch.int32), (0, 1), value=-1)  # [draft + 1]; the last for "none"
-
-    @property
-    def columns(self) -> int:
-        """Columns of the drafter's logits, as far as they are read."""
-        return min(self.size, self.vocab_size) if self.target_ids is None else len(self.target_ids)
+        if torch.equal(same[there], torch.arange(drafted, device=same.device)):
+            self.table = pad(there.to(torch.int32), (0, 1), value=-1)  # [drafted + 1]; the last for "none"
 
     def ranked(self, sampler: Sampler, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
-        """The best tokens by logits [B, W, draft] for int positions [B, W] of the text: [B, W, branch], target ids."""
+        """The best of the target's tokens [B, W, branch] by logits [B, W, drafted] for int positions [B, W]."""
         if self.table is None or not sampler.greedy:  # noise and filters go by the target's ids
             return sampler.candidates(self.whole(logits), positions, branch)
         tokens, log_probs = sampler.candidates(logits, positions, branch)
         return self.table[tokens.long()], log_probs
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, −inf for what is not drafted: [..., draft] → [..., V]."""
-        if self.target_ids is not None:
-            wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-            wide[..., self.target_ids] = logits
-            logits = wide
-        return logits[..., : self.vocab_size]
+        """Logits over the target's vocabulary, −inf for what is not drafted: [..., drafted] → [..., V]."""
+        if self.same is None:
+            return logits[..., : self.vocab_size]
+        return logits.index_select(-1, self.same).masked_fill_(self.absent, -torch.inf)
 
 
 class Expansion(OwnSource):
     """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix.
 
     Attributes:
+        head: output matrix of the model.
         vocabulary: of the model.
+        translation: between the model's tokenizer and the target's; ``None``: they are the same.
         stem: of the prefix's positions, how many are rows of this step: 1 where level 0 forwards the root's row alone,
             rather than all tokens that the cache lacks.
     """
 
+    translation: Translation | None = None
     stem = 0
 
     def start(self, text: Text) -> None:
         """Make the model's cache."""
         self.rows = self.row_model(text)
-        self.vocabulary = DraftVocabulary(None, self.rows.vocab_size, text.target.vocab_size)
+        self.head: Any = self.rows.model.get_output_embeddings()
+        same = None if self.translation is None else self.translation.shared.same.to(self.rows.device)
+        self.vocabulary = DraftVocabulary(text.target.vocab_size, same, self.rows.vocab_size)
         self.slot_depths: dict[GraphConfig, Tensor] = {}
 
     def row_model(self, text: Text) -> RowModel:
@@ -135,7 +138,8 @@ class Expansion(OwnSource):
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as after ``count`` nodes, [B, count, V], all 0."""
-        return self.rows.no_logits(count)
+        shape = len(self.state.out_len), count, shape_of(self.head)[0]
+        return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
 
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
@@ -156,33 +160,23 @@ class Expansion(OwnSource):
 
 
 class TranslatedRows:
-    """A draft's rows in the target's ids; all else is the draft's own.
+    """A draft's rows that read the target's ids; all else is the draft's own.
 
     Args:
         rows: of the draft.
-        shared: what the target's tokens are to it.
-        vocab_size: V, of the target.
+        reads: int64 [n], what it reads for each of the target's tokens.
     """
 
-    def __init__(self, rows: RowModel, shared: SharedTokens, vocab_size: int) -> None:
-        self.own, self.vocab_size = rows, vocab_size
-        lacking = vocab_size - len(shared.same)  # output rows that are no token
-        same, reads = (pad(ids, (0, lacking), value=-1) for ids in (shared.same, shared.reads))
-        self.absent = (same < 0).to(rows.device)  # bool [V], target's tokens that the draft does not have
-        self.same = same.clamp(min=0).to(rows.device)  # int64 [V], the draft's id of each
-        self.reads = reads.clamp(min=0).to(rows.device)  # int64 [V], what the draft reads for each
+    def __init__(self, rows: RowModel, reads: Tensor) -> None:
+        self.own, self.reads = rows, reads.to(rows.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["own"], name)
 
     def of_draft(self, token_ids: Tensor) -> Tensor:
         """The draft's ids for target ids of any shape, in their dtype."""
-        ids = self.reads[token_ids.to(self.reads.device).long().clamp(0, self.vocab_size - 1)]
+        ids = self.reads[token_ids.to(self.reads.device).long().clamp(0, len(self.reads) - 1)]
         return ids.to(token_ids.device, token_ids.dtype)
-
-    def of_target(self, logits: Tensor) -> Tensor:
-        """Logits of the draft's tokens as the target's, −inf where it has none: [B, R, draft's] → [B, R, V]."""
-        return logits.index_select(-1, self.same).masked_fill_(self.absent, -torch.inf)
 
     def read(self, input_ids: Tensor, *arguments: Any, **options: Any) -> None:
         """Read like :meth:`RowModel.read`."""
@@ -190,11 +184,7 @@ class TranslatedRows:
 
     def rows(self, token_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Forward like :meth:`RowModel.rows`."""
-        return self.of_target(self.own.rows(self.of_draft(token_ids), *arguments, **options))
-
-    def no_logits(self, count: int) -> Tensor:
-        """Give what :meth:`RowModel.no_logits` gives."""
-        return self.of_target(self.own.no_logits(count))
+        return self.own.rows(self.of_draft(token_ids), *arguments, **options)
 
 
 class DraftModel(Expansion):
@@ -233,8 +223,7 @@ class DraftModel(Expansion):
         rows = text.rows_of(self.model)
         if self.translation is None:
             return rows
-        translated: Any = TranslatedRows(rows, self.translation.shared, text.target.vocab_size)
-        return translated  # all that is asked of a row model
+        return TranslatedRows(rows, self.translation.shared.reads)  # type: ignore[return-value]
 
     def start(self, text: Text) -> None:
         """Make the draft's cache, and count what is in it."""
@@ -288,37 +277,25 @@ class DraftModel(Expansion):
         return logits
 
 
-class NodeVectors:
-    """One vector a node, which its children read: storage for every shape of a session.
-
-    Attributes:
-        by_shape: of every expanded node, [B, N + 1, D]; the last for padding.
-    """
-
-    def __init__(self) -> None:
-        self.by_shape: dict[GraphConfig, Tensor] = {}
+class NodeVectors(dict[GraphConfig, Tensor]):
+    """One vector a node, which its children read: of every expanded node by shape, [B, N + 1, D]; last for padding."""
 
     def prepare(self, config: GraphConfig, like: Tensor, size: int) -> None:
         """Make the storage of a shape, for a batch as ``like`` has, [B, …], and vectors of this size."""
-        if config.depth > 0 and config not in self.by_shape:
-            self.by_shape[config] = like.new_zeros(len(like), config.node_capacity + 1, size)
+        if config.depth > 0 and config not in self:
+            self[config] = like.new_zeros(len(like), config.node_capacity + 1, size)
 
     def of_parents(self, level: Level) -> Tensor:
         """The values of the primary parents of a level's frontier, [B, W, D]."""
-        vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
+        vectors, node = self[level.config], level.frontier.node_ids.long()
         parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
         return rows_at(vectors, parent)
 
     def keep(self, level: Level, found: Tensor) -> None:
         """Keep those of a level's frontier, [B, W, D]."""
-        vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
+        vectors, node = self[level.config], level.frontier.node_ids.long()
         at = torch.where(node >= 0, node, vectors.shape[1] - 1).to(vectors.device)
         vectors[torch.arange(len(at), device=at.device)[:, None], at] = found  # a scatter of single numbers is slower
-
-
-def shares_of(drafted: int) -> tuple[float, ...]:
-    """Prior interpolation weights of ``drafted`` positions; beyond them there is nothing."""
-    return (*[FIRST_WEIGHT] * drafted, 0.0)
 
 
 class Lattice(OwnSource):
@@ -326,20 +303,30 @@ class Lattice(OwnSource):
 
     Attributes:
         vocabulary: of the drafter.
+        known: bool [B], whether there is something to go by.
+        drafted: positions that there are candidates of.
+        forwarded: rows of :meth:`step`.
     """
 
     vocabulary: DraftVocabulary
+    known: Tensor
+    drafted: int
+    forwarded = 0
+
+    @property
+    def shares(self) -> tuple[float, ...]:  # type: ignore[override]
+        """See :class:`DraftSource`; beyond the drafted positions there is nothing."""
+        return (*[FIRST_WEIGHT] * self.drafted, 0.0)
 
     def levels(self, config: GraphConfig) -> int:
-        """How many levels of a shape have candidates."""
-        return config.depth
+        """Levels of a shape that have candidates; where nothing is forwarded, the history is alone below."""
+        return config.depth if self.forwards else self.drafted
 
-    def num_rows(self, config: GraphConfig) -> int:
-        """Rows that :meth:`step` forwards."""
-        return 0
+    def step(self, level: Level, end: Tensor) -> None:
+        """Forward, and keep what :meth:`at_depths` reads.
 
-    def step(self, level: Level, *, emitted: bool = True) -> None:
-        """Forward, and keep what :meth:`at_depths` reads; without ``emitted`` behind what is stored, for warming up."""
+        end: int32 [B], positions of the text that the target has read; 0: no more than before, for warming up.
+        """
         raise NotImplementedError
 
     def propose(self, level: Level) -> Proposal | None:
@@ -348,22 +335,23 @@ class Lattice(OwnSource):
             return None
         if level.number:
             return self.at_depths(level)
-        self.step(level)
-        return replace(self.at_depths(level), rows=self.num_rows(level.config))
+        self.step(level, self.state.out_len - 1)
+        return replace(self.at_depths(level), rows=self.forwarded)
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
         """The launches of a step, and candidates of as many positions."""
         if self.levels(level.config) == 0:
             return None
-        self.step(level, emitted=False)
+        self.step(level, torch.zeros_like(self.state.out_len))
         return self.at_depths(level)
 
     def keep_positions(self, logits: Tensor, level: Level) -> None:
         """Keep the candidates of logits [B, n, draft vocabulary] of the next n positions."""
         first = level.first_pick[:, None]
         positions = first + torch.arange(logits.shape[1], dtype=torch.int32, device=first.device)
-        behind = (0, 0, 0, 1)  # beyond the block there is nothing
+        known, behind = self.known[:, None, None], (0, 0, 0, 1)  # beyond the block there is nothing
         tokens, log_probs = self.ranked(logits, positions, level.config.branch)
+        tokens, log_probs = torch.where(known, tokens, -1), torch.where(known, log_probs, -torch.inf)
         self.block = pad(tokens, behind, value=-1), pad(log_probs, behind, value=-torch.inf)
 
     def at_depths(self, level: Level) -> Proposal:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from ..model.attention import Attends, configs_in, switched_configs
 from ..model.fused import STATIC_ROPE
 from ..model.properties import cache_argument, text_config
-from ..packed.modules import device_of_weights, dtype_of
-from . import checkpoints
-from .checkpoints import Checkpoint, bad
+from ..packed.modules import device_of_weights, dtype_of, shape_of
+from .checkpoints import Checkpoint, bad, check_sizes, fetch, flag, move_to, number, refuse
 from .layouts import EAGLE3, settings_of, weight_name
 
 if TYPE_CHECKING:
@@ -51,28 +50,6 @@ LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3
 """By ``model_type``."""
 
 
-class Rotary:
-    """Position → rotation, in float32 on any device. No module, because a module's casts would round frequencies.
-
-    Args:
-        module: of transformers, its own.
-        options: of its forward.
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.module, self.options = module, options
-
-    def __call__(self, like: Tensor, positions: Tensor) -> Turns:
-        """Of int positions [B, R], in the dtype and on the device of ``like``."""
-        turns: Turns = self.module.to(like.device)(like, positions, **self.options)
-        return turns
-
-    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        """Frequencies of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
-        module: Any = self.module.to(device)
-        return module.inv_freq.float(), float(module.attention_scaling)
-
-
 class HiddenDrafter(nn.Module):
     """A drafter whose decoder layers are transformers' own, forwarded over rows of a graph.
 
@@ -80,15 +57,20 @@ class HiddenDrafter(nn.Module):
         kind: in errors.
         sizes: config of the layers.
         layers, norm: the decoder layers, and the norm behind them.
-        rotary: position → rotation.
+        rotary: position → rotation: the forward of a module of transformers, which is no part of this one since a
+            module's casts would round its frequencies.
         windows: the sliding window of every layer.
         embed_tokens, lm_head: of its own; ``None``: the target's.
         d2t: what is added to a draft token's id for the target's; ``None``: nothing.
         plain: whether the layers are a decoder's, which may be one operator.
+        num_drafted: later positions that one forward gives candidates for; 0: it is used recursively.
+        rows_ahead: that lie behind the text in such a forward, at most.
         hands_on_normed: whether a node's vector is what the output matrix reads, not what the norm before it does.
     """
 
     plain = hands_on_normed = True
+    rows_ahead = num_drafted = 0
+    rotary: partial[Any]
 
     def __repr__(self) -> str:
         tokens = self.sizes.vocab_size if self.d2t is None else len(self.d2t)
@@ -115,7 +97,7 @@ class HiddenDrafter(nn.Module):
         options = {
             "attention_mask": None,
             "position_ids": positions,
-            "position_embeddings": self.rotary(embedded if features is None else features, positions),
+            "position_embeddings": self.turns(embedded if features is None else features, positions),
             "use_cache": cache is not None,
             "graph": graph,
             cache_argument(self.layers[0]): cache,
@@ -125,6 +107,12 @@ class HiddenDrafter(nn.Module):
             for layer in layers:
                 hidden = layer(hidden, **options)
         return hidden
+
+    def turns(self, like: Tensor, positions: Tensor) -> Turns:
+        """The rotation of int positions [B, R], in the dtype and on the device of ``like``."""
+        self.rotary.func.to(like.device)
+        turns: Turns = self.rotary(like, positions)
+        return turns
 
     def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by ``head``; ``None``: the drafter's own."""
@@ -151,11 +139,16 @@ def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
     Raises:
         BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
     """
-    required = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    size, heads, *_ = sizes = [checkpoints.number(config, name) for name in required]
-    defaults = {"num_hidden_layers": 1, "num_key_value_heads": heads, "head_dim": size // heads}
-    own = {name: checkpoints.number(config, name, default=value) for name, value in defaults.items()}
-    own |= dict(zip(required, sizes, strict=True))
+    size, heads = (number(config, name) for name in ("hidden_size", "num_attention_heads"))
+    defaults = {
+        "intermediate_size": None,
+        "vocab_size": None,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": heads,
+        "head_dim": size // heads,
+    }
+    own = {"hidden_size": size, "num_attention_heads": heads}
+    own |= {name: number(config, name, default=value) for name, value in defaults.items()}
     own |= {name: config[name] for name in SETTINGS if config.get(name) is not None}
     kind = config["model_type"] if config.get("model_type") in LAYERS else "llama"
     try:
@@ -164,7 +157,7 @@ def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
         raise bad(f"its config describes no decoder layer: {error}") from error
     queries, keys = found.num_attention_heads, found.num_key_value_heads
     rope = (found.rope_parameters or {}).get("rope_type", "default")
-    checkpoints.refuse(
+    refuse(
         {
             f"num_attention_heads={queries} in its config is no multiple of num_key_value_heads={keys}": queries % keys,
             f"hidden_act={found.hidden_act!r} in its config; only 'silu' is served": found.hidden_act != "silu",
@@ -176,84 +169,50 @@ def layer_config(config: Mapping[str, Any]) -> PretrainedConfig:
     return found
 
 
-@dataclass(frozen=True)
-class FeatureConfig:
-    """The settings in a checkpoint's config.
-
-    Attributes:
-        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
-        draft_vocab_size: tokens that it can draft.
-        target_hidden_size: Dt, width of the target's hidden states.
-        hidden_layers: those that are fused, as transformers' ``hidden_states[i]``; ``None``: layers 2, L // 2 and
-            L − 3 of a target of L layers.
-        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
-        mask_token_id: whose embedding stands for a token to be drafted.
-    """
-
-    layers: PretrainedConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    hidden_layers: tuple[int, ...] | None
-    own_embedding: bool
-    own_head: bool
-    mask_token_id: int | None
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any], tensors: Shapes, **given: Any) -> Self:
-        """Read integers and switches by their names in a class of settings.
-
-        Args:
-            said: all that a config says.
-            tensors: beside the config.
-            given: what was read already.
-
-        Raises:
-            BadCheckpoint: a setting is missing, impossible, or not served.
-        """
-        layers = layer_config(said)
-        vocab = checkpoints.number(said, "draft_vocab_size", default=layers.vocab_size)
-        if vocab > layers.vocab_size:
-            raise bad(f"draft_vocab_size={vocab} in its config is more than vocab_size={layers.vocab_size}")
-        width = checkpoints.number(said, "target_hidden_size", default=layers.hidden_size)
-        given |= {"draft_vocab_size": vocab, "target_hidden_size": width, "layers": layers}
-        given["own_embedding"] = "embed_tokens.weight" in tensors
-        for one in fields(cls):
-            name = one.name
-            if name in given:
-                continue
-            if one.type == "bool":
-                given[name] = checkpoints.flag(said, name)
-            else:
-                given[name] = checkpoints.number(said, name, default=one.default, least=0)
-        return cls(**given)
-
-
 class FeatureDrafter(HiddenDrafter):
     """A drafter from a checkpoint of its own.
 
     Args:
-        config: what its checkpoint's config says.
+        said: all that its config says, see :func:`~gsd_kernels_hf.sources.layouts.settings_of`.
+        own_head: whether there is an output matrix among them; else the target's is used.
         layer: class of the decoder layers; ``None``: by the config.
 
     Attributes:
-        read_config: function that reads a ``config.json`` beside tensors of these shapes, or refuses it.
+        hidden_layers: hidden states that are fused, as transformers' ``hidden_states[i]``; ``None``: layers 2, L // 2
+            and L − 3 of a target of L layers.
+        target_hidden_size: Dt, width of the target's hidden states.
+        mask_token_id: whose embedding stands for a token to be drafted; ``None``: there is none.
+
+    Raises:
+        BadCheckpoint: a setting is missing, impossible, or not served.
     """
 
-    read_config: Callable[[Mapping[str, Any], Shapes], Any]
+    mask_token_id: int | None = None
 
-    def __init__(self, config: Any, layer: Callable[[PretrainedConfig, int], nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        said: Mapping[str, Any],
+        *,
+        own_head: bool,
+        layer: Callable[[PretrainedConfig, int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
-        sizes, drafted, make = config.layers, config.draft_vocab_size, layer or LAYERS[config.layers.model_type]
+        self.sizes = sizes = layer_config(said)
+        vocab, size, make = sizes.vocab_size, sizes.hidden_size, layer or LAYERS[sizes.model_type]
+        self.draft_vocab_size = drafted = number(said, "draft_vocab_size", default=vocab)
+        if drafted > vocab:
+            raise bad(f"draft_vocab_size={drafted} in its config is more than vocab_size={vocab}")
+        self.hidden_layers: tuple[int, ...] | None = said["hidden_layers"]
+        self.target_hidden_size = number(said, "target_hidden_size", default=size)
         with torch.device("cpu"):
-            self.rotary = Rotary(LlamaRotaryEmbedding(sizes))
-        self.config, self.sizes = config, sizes
-        self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size) if config.own_embedding else None
+            self.rotary = partial(LlamaRotaryEmbedding(sizes))
+        self.embed_tokens = nn.Embedding(vocab, size) if "embed_tokens.weight" in said["tensors"] else None
         types = getattr(sizes, "layer_types", None) or [None] * sizes.num_hidden_layers
         self.windows = [sizes.sliding_window if kind == "sliding_attention" else None for kind in types]
-        self.layers = nn.ModuleList(make(sizes, number) for number in range(sizes.num_hidden_layers))
-        self.norm = LlamaRMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.lm_head = nn.Linear(sizes.hidden_size, drafted, bias=False) if config.own_head else None
-        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if drafted < sizes.vocab_size else None)
+        self.layers = nn.ModuleList(make(sizes, at) for at in range(sizes.num_hidden_layers))
+        self.norm = LlamaRMSNorm(size, sizes.rms_norm_eps)
+        self.lm_head = nn.Linear(size, drafted, bias=False) if own_head else None
+        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if drafted < vocab else None)
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
@@ -262,28 +221,24 @@ class FeatureDrafter(HiddenDrafter):
         Raises:
             ValueError: no checkpoint of this kind that can be served, or not one of ``target``'s; nothing was loaded.
         """
-        checkpoint = Checkpoint.open(checkpoints.fetch(where), weight_name)
-        config = cls.read_config(checkpoint.config, checkpoint.shapes)
-        vocab_size = config.layers.vocab_size
-        if config.draft_vocab_size == vocab_size:
-            checkpoint.files.pop("d2t", None)  # the identity
+        checkpoint = Checkpoint.open(fetch(where), weight_name)
         with torch.device("meta"):
-            module = cls(config)
+            module = cls(checkpoint.config | {"tensors": checkpoint.shapes})  # type: ignore[call-arg]
         if target is not None:
             module.check_target(target)
+        if module.d2t is None:
+            checkpoint.files.pop("d2t", None)  # the identity
         checkpoint.load_into(module)
         if module.d2t is not None:
-            ids = module.target_ids()
+            ids, size = module.target_ids(), module.sizes.vocab_size
             far = int(ids.min() if ids.min() < 0 else ids.max())
-            checkpoints.refuse(
+            refuse(
                 {
-                    f"d2t maps a draft token to {far}, outside the vocabulary of {vocab_size}": (
-                        not 0 <= far < vocab_size
-                    ),
+                    f"d2t maps a draft token to {far}, outside the vocabulary of {size}": not 0 <= far < size,
                     "d2t maps two draft tokens to one token of the target": len(ids.unique()) < len(ids),
                 }
             )
-        checkpoints.move_to(module, target)
+        move_to(module, target)
         return module
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -292,15 +247,15 @@ class FeatureDrafter(HiddenDrafter):
         Raises:
             ValueError: the difference and the cure.
         """
-        config, kind, own = self.config, self.kind, self.embed_tokens
-        width, theirs = config.layers.hidden_size, config.target_hidden_size
-        checkpoints.check_sizes(kind, config.layers.vocab_size, theirs, target, self.layers_of(target))
-        what, mask = "embedding" if own is None else "output matrix", config.mask_token_id
-        rows = len((target.get_input_embeddings() if own is None else own).weight)
-        checkpoints.refuse(
+        kind, own, mask, theirs = self.kind, self.embed_tokens, self.mask_token_id, self.target_hidden_size
+        width, vocab = self.sizes.hidden_size, self.sizes.vocab_size
+        check_sizes(kind, vocab, theirs, target, self.layers_of(target))
+        what = "embedding" if own is None else "output matrix"
+        rows, _ = shape_of(target.get_input_embeddings() if own is None else own)
+        refuse(
             {
                 f"this {kind} drafter has no {what} of its own, and is {width} wide where the target's {what} is "
-                f"{theirs}": (own is None or not config.own_head) and width != theirs,
+                f"{theirs}": (own is None or self.lm_head is None) and width != theirs,
                 f"this {kind} drafter's mask token {mask} has no row in an embedding of {rows}": (
                     mask is not None and mask >= rows
                 ),
@@ -309,9 +264,8 @@ class FeatureDrafter(HiddenDrafter):
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's hidden states that are fused."""
-        numbers: tuple[int, ...] | None = self.config.hidden_layers
         count = int(text_config(target).num_hidden_layers)
-        return (2, count // 2, count - 3) if numbers is None else numbers
+        return self.hidden_layers or (2, count // 2, count - 3)
 
 
 # EAGLE-3 and P-EAGLE.
@@ -326,112 +280,66 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token, in the order in which vLLM looks for them."""
 
 TARGET_HEAD = "target_lm_head"
-"""Setting of a config of ours: the output matrix is not stored, see :attr:`Eagle3Config.own_head`."""
+"""Setting of a config of ours: the output matrix is not stored, but the target's is used."""
 
 PARALLEL = 8
 """Tokens that P-EAGLE drafts at once where a checkpoint does not say it: what ``speculators`` trains by default."""
-
-
-@dataclass(frozen=True)
-class Eagle3Config(FeatureConfig):
-    """The config of an EAGLE-3 checkpoint.
-
-    Attributes:
-        mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
-        num_parallel: tokens that P-EAGLE drafts in one forward.
-        norm_before_residual: whether the residual of the first layer is the normed feature.
-        norm_before_fc: whether the hidden states are normed together before they are fused.
-        fc_norm: whether they are normed each by itself.
-        norm_output: whether a node's vector is the normed output, which the output matrix reads.
-    """
-
-    mask_shape: tuple[int, ...] | None
-    num_parallel: int
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], tensors: Shapes) -> Eagle3Config:
-        """Read a ``config.json``, beside which there are tensors of these shapes.
-
-        Raises:
-            BadCheckpoint: a setting is missing, impossible, or not served.
-        """
-        said, fused = settings_of(config, EAGLE3)
-        mask, spec = tensors.get(MASK), said.get("speculators_config")
-        token = next((name for name in MASK_TOKENS if mask is not None and name in said), None)
-        methods = spec.get("proposal_methods") if mask is not None and isinstance(spec, dict) else None
-        trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
-        counts = [checkpoints.number(method, "speculative_tokens") for method in trained]
-        read = cls.read(
-            said,
-            tensors,
-            hidden_layers=fused,
-            own_head=not checkpoints.flag(said, TARGET_HEAD),
-            mask_shape=mask,
-            mask_token_id=None if token is None else checkpoints.number(said, token, least=0),
-            num_parallel=max(counts, default=1 if mask is None else PARALLEL),
-        )
-        named = f"{config.get('speculators_model_type')}, {config.get('architectures')}".lower()
-        scale = said.get("logit_scale")
-        checkpoints.refuse(
-            {
-                f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
-                "its config sets norm_before_fc and fc_norm, of which a drafter has one at most": (
-                    read.norm_before_fc and read.fc_norm
-                ),
-                f"a P-EAGLE checkpoint without its tensor {MASK}": (
-                    mask is None and ("peagle" in named or said.get("parallel_drafting"))
-                ),
-                f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}": (
-                    mask is not None and token is None
-                ),
-                f"its {MASK} is {list(mask or ())}, and its config means {read.fused_width} numbers": (
-                    mask is not None and math.prod(mask) != read.fused_width
-                ),
-            }
-        )
-        return read
-
-    @property
-    def num_fused(self) -> int:
-        """Hidden states that are fused."""
-        return 3 if self.hidden_layers is None else len(self.hidden_layers)
-
-    @property
-    def fused_width(self) -> int:
-        """Numbers of all of them together."""
-        return self.num_fused * self.target_hidden_size
 
 
 class Eagle3(FeatureDrafter):
     """An EAGLE-3 drafter: ``gsd_kernels.patch(model, drafter=Eagle3.from_pretrained(folder_or_id, model))``.
 
     Args:
-        config: see :class:`Eagle3Config`.
+        config: as of :func:`~gsd_kernels_hf.sources.layouts.settings_of`; with a tensor :data:`MASK` it is P-EAGLE.
+
+    Attributes:
+        num_fused: hidden states that are fused.
+        normed_residual: whether the residual of the first layer is the normed feature.
+        input_norm: of all hidden states together before they are fused; ``None``: there is none.
+        fc_norm: of each by itself, likewise.
     """
 
-    read_config = Eagle3Config.of
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config)
-        layers, width = config.layers, config.fused_width
-        size, eps = layers.hidden_size, layers.rms_norm_eps
-        self.input_norm = LlamaRMSNorm(width, eps) if config.norm_before_fc else None
-        norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
-        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        said = settings_of(config, EAGLE3)
+        super().__init__(said, own_head=not flag(said, TARGET_HEAD))
+        mask, spec = said["tensors"].get(MASK), said.get("speculators_config")
+        self.num_fused = 3 if self.hidden_layers is None else len(self.hidden_layers)
+        size, eps, width = self.sizes.hidden_size, self.sizes.rms_norm_eps, self.num_fused * self.target_hidden_size
+        before, each, self.normed_residual, self.hands_on_normed = (
+            flag(said, name) for name in ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+        )
+        named = f"{config.get('speculators_model_type')}, {config.get('architectures')}".lower()
+        scale = said.get("logit_scale")
+        refuse(
+            {
+                f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
+                "its config sets norm_before_fc and fc_norm, of which a drafter has one at most": before and each,
+                f"a P-EAGLE checkpoint without its tensor {MASK}": (
+                    mask is None and ("peagle" in named or said.get("parallel_drafting"))
+                ),
+                f"its {MASK} is {list(mask or ())}, and its config means {width} numbers": (
+                    mask is not None and math.prod(mask) != width
+                ),
+            }
+        )
+        self.name, self.kind, self.mask_hidden = "eagle3", "EAGLE-3", None
+        if mask is not None:
+            self.name, self.kind, self.mask_hidden = "p-eagle", "P-EAGLE", nn.Parameter(torch.zeros(mask))
+            token = next((name for name in MASK_TOKENS if name in said), MASK_TOKENS[0])
+            self.mask_token_id = number(said, token, least=0)
+            methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
+            trained = [one for one in methods or () if isinstance(one, dict) and "speculative_tokens" in one]
+            self.num_drafted = max((number(one, "speculative_tokens") for one in trained), default=PARALLEL)
+            self.rows_ahead = self.num_drafted - 1
+        self.input_norm = LlamaRMSNorm(width, eps) if before else None
+        norms = (LlamaRMSNorm(self.target_hidden_size, eps) for _ in range(self.num_fused))
+        self.fc_norm = nn.ModuleList(norms) if each else None
         self.fc = nn.Linear(width, size, bias=False)
         first = self.layers[0]
         first.hidden_norm = LlamaRMSNorm(size, eps)
         for name in ("q_proj", "k_proj", "v_proj"):  # of the normed embedding beside the normed feature
             narrow = getattr(first.self_attn, name)
             setattr(first.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
-        self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
-        # Of its draft source, and in errors.
-        self.name, self.kind = ("eagle3", "EAGLE-3") if config.mask_shape is None else ("p-eagle", "P-EAGLE")
-        self.hands_on_normed = config.norm_output  # of a node what the output matrix reads, not the norm before it
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Self:
@@ -451,9 +359,9 @@ class Eagle3(FeatureDrafter):
         """
         head, weight = target.get_output_embeddings(), self.fc.weight
         ids = self.target_ids().to(device_of_weights(head))
-        units = torch.eye(self.config.layers.hidden_size, dtype=dtype_of(head), device=ids.device)
+        units = torch.eye(self.sizes.hidden_size, dtype=dtype_of(head), device=ids.device)
         rows = torch.cat([head(part)[:, ids] for part in units.split(UNITS_AT_ONCE)]).T
-        self.lm_head = nn.Linear(*reversed(rows.shape), bias=False, dtype=weight.dtype, device="meta")
+        self.lm_head = nn.Linear(*reversed(rows.shape), bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(rows.to(weight).contiguous(), requires_grad=False)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
@@ -467,18 +375,18 @@ class Eagle3(FeatureDrafter):
         """Parameters of the first layer that :class:`~gsd_kernels.ops.feature_rows.FeatureWeights` has by name."""
         return {
             "feature_norm": self.layers[0].hidden_norm.weight.detach(),
-            "normed_residual": self.config.norm_before_residual,
+            "normed_residual": self.normed_residual,
         }
 
     def mask_feature(self) -> Tensor:
         """The feature that stands for that of a token which is not known, [D]."""
-        return self.fuse([*self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)])[0, 0]
+        return self.fuse([*self.mask_hidden.reshape(1, 1, -1).chunk(self.num_fused, -1)])[0, 0]
 
     def begin(self, embedded: Tensor, features: Any, options: Any) -> tuple[Tensor, Iterable[nn.Module]]:
         """The first layer's output, and the others: it reads both, side by side."""
         first, *later = self.layers
         normed = first.hidden_norm(features)
-        hidden = normed if self.config.norm_before_residual else features
+        hidden = normed if self.normed_residual else features
         both = torch.cat([first.input_layernorm(embedded), normed], -1)
         hidden = hidden + first.self_attn(both, **options)[0]
         return hidden + first.mlp(first.post_attention_layernorm(hidden)), later

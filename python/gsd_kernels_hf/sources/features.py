@@ -8,13 +8,16 @@ all later tokens in one forward.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.feature_rows import FeatureWeights, cuda, feature_rows
 from gsd_kernels.ops.packed.api import FLOATS
@@ -30,9 +33,9 @@ from ..model.linear import CpuLinear, RowLinear
 from ..model.runner import CachedText, decoder_weights, storage_of
 from ..packed.modules import device_of_weights, dtype_of, shape_of
 from ..records import Verified
-from . import checkpoints
-from .base import Level, OwnSource, Prefilled, Text, rows_at
-from .expansion import FIRST_WEIGHT, DraftVocabulary, Expansion, Lattice, NodeVectors, shares_of
+from .base import Level, OwnSource, Prefilled, Proposal, Text, rows_at
+from .checkpoints import check
+from .expansion import FIRST_WEIGHT, DraftVocabulary, Expansion, Lattice, NodeVectors
 
 HOMES = {kind.__module__ for kind in CLASSES}
 """The modules whose decoder layers and norms an operator computes."""
@@ -82,14 +85,13 @@ class FeatureCache(CachedText):
     much memory as one hidden state.
 
     Args:
-        model: the drafter.
+        model: the drafter. A forward of it needs its ``rows_ahead`` positions more than the target's rows do.
         text: being written.
-        extra: cache positions that a forward of the drafter needs, more than the target's rows do.
     """
 
-    def __init__(self, model: Any, text: Text, extra: int) -> None:
-        target, self.extra = text.target, extra
-        cache = GraphCache(model.sizes, target.cache.capacity + extra, target.backend)
+    def __init__(self, model: Any, text: Text) -> None:
+        target = text.target
+        cache = GraphCache(model.sizes, target.cache.capacity + model.rows_ahead, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.kv_start = self.text_kv_start
         weight = next(model.parameters())
@@ -102,7 +104,7 @@ class FeatureCache(CachedText):
 
     def grow(self, capacity: int) -> None:
         """See :meth:`CachedText.grow`."""
-        super().grow(capacity + self.extra)
+        super().grow(capacity + self.model.rows_ahead)
         self.features = grown(self.features, capacity)
 
     @property
@@ -131,15 +133,12 @@ class FeatureSource(OwnSource):
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
 
-    extra_slots = 0
-    """Cache positions that a forward needs, more than the target's rows do."""
-
     def __init__(self, module: Any) -> None:
-        self.module, self.forwards, self.name = module, (module,), module.name
+        self.module, self.forwards, self.name, self.drafted = module, (module,), module.name, module.num_drafted
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""
-        checkpoints.check(self.module, target)
+        check(self.module, target)
         self.module.check_block()
         self.hidden_layers = self.module.layers_of(target)
 
@@ -148,9 +147,12 @@ class FeatureSource(OwnSource):
         module, target = self.module, text.target.stepping
         self.head = target.get_output_embeddings() if module.lm_head is None else module.lm_head
         self.embedding = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
-        ids = None if module.d2t is None else module.target_ids()
-        self.vocabulary = DraftVocabulary(ids, module.sizes.vocab_size, text.target.vocab_size)
-        self.rows = FeatureCache(module, text, self.extra_slots)
+        same, ids = None, module.target_ids()
+        if module.d2t is not None:
+            same = ids.new_full((module.sizes.vocab_size,), -1)
+            same[ids] = torch.arange(len(ids), device=ids.device)
+        self.vocabulary = DraftVocabulary(text.target.vocab_size, same, len(ids))
+        self.rows = FeatureCache(module, text)
         text.keep(self.rows)
         self.rows.vocab_size = self.embedding.num_embeddings
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; where entries end, padding included
@@ -176,10 +178,10 @@ class FeatureSource(OwnSource):
             self.rows.features[:, seen.begin : seen.begin + fused.shape[1]] = fused
             return
         path, count = seen.accepted.accepted_rows, seen.accepted.num_accepted
-        states = [rows_at(seen.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers]
-        place = torch.arange(path.shape[1], device=path.device)
-        at = (self.state.out_len - count - 1)[:, None].long() + place  # the target read the root there
-        features = torch.where((place < count[:, None])[..., None], self.fuse(states), rows_at(self.rows.features, at))
+        features = self.fuse([rows_at(seen.hidden[number], path.clamp(min=0).long()) for number in self.hidden_layers])
+        # The target read the root at the first of them. What lies behind the accepted rows is written over when the
+        # target has read so far, and not read before.
+        at = (self.state.out_len - count - 1)[:, None].long() + torch.arange(path.shape[1], device=path.device)
         self.rows.features.scatter_(1, at[..., None].expand_as(features), features)
 
     def fuse(self, states: list[Tensor]) -> Tensor:
@@ -202,6 +204,7 @@ class FeatureSource(OwnSource):
 
         With rows of ``unknown`` tokens behind them, which see all before them and stay no entries.
         """
+        self.used = True  # it writes behind what a kept cache says that it holds
         ahead, end = self.ahead, torch.maximum(end, self.cached)  # a text that ended may have more entries
         to, rows = end + (ahead + unknown), width + unknown
         chain = feed_chain(self.state.tokens, to, self.cached.add_(ahead), rows, backend=self.rows.backend)
@@ -255,21 +258,20 @@ class FeatureSource(OwnSource):
         """Embeddings of ids [B, R] as :meth:`CachedText.feed` gives them, in the drafter's dtype."""
         return self.embedding(ids).to(self.rows.features.dtype)
 
-    def known(self, logits: Tensor) -> Tensor:
-        """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
-        return torch.where((self.state.out_len - 1 > self.state.kv_start)[:, None, None], logits, 0.0)
+    @property
+    def known(self) -> Tensor:
+        """Return bool [B]: whether the text has a position with a feature yet, and something to go by."""
+        return self.state.out_len - 1 > self.state.kv_start
 
 
 class Recursion(Expansion):
     """A draft source with one forward a level over the frontier, in which every node reads its parent's vector.
 
     Attributes:
-        head: the drafter's output matrix, or the target's.
         vectors: of every expanded node.
     """
 
     shares = (FIRST_WEIGHT,)
-    head: Any
     vectors: NodeVectors
 
     def nodes(self, level: Level, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -283,10 +285,6 @@ class Recursion(Expansion):
         vectors, logits = self.nodes(level, self.vectors.of_parents(level) if level.number else None)
         self.vectors.keep(level, vectors)
         return logits
-
-    def no_logits(self, count: int) -> Tensor:
-        shape = (len(self.state.out_len), count, self.vocabulary.columns)
-        return torch.zeros(shape, dtype=dtype_of(self.head), device=device_of_weights(self.head))
 
 
 class Recursive(FeatureSource, Recursion):
@@ -308,41 +306,12 @@ class Recursive(FeatureSource, Recursion):
         config, end = level.config, self.state.out_len - 1
         if vectors is None:
             vectors, logits = self.feed(end, config.chain_rows, keep=1)
-            return vectors, self.known(logits)
+            return vectors, torch.where(self.known[:, None, None], logits, 0.0)
         tokens, *rest = self.level_rows(level, end)  # the root's entry lies in the prefix
         return self.forward(tokens, vectors, *rest, keep=config.width, shift=1)
 
 
-class Ahead(FeatureSource, Lattice):
-    """A draft source that forwards rows behind the text in a step, for candidates of several positions at once.
-
-    Args:
-        module: the drafter.
-        rows: that lie behind the entries of a step.
-        drafted: positions that there are candidates of.
-    """
-
-    def __init__(self, module: Any, rows: int, drafted: int) -> None:
-        super().__init__(module)
-        self.extra_slots, self.drafted, self.shares = rows, drafted, shares_of(drafted)
-
-    def rows_ahead(self, config: GraphConfig) -> int:
-        """Rows behind the entries in a step of a shape."""
-        return self.extra_slots
-
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.chain_rows + self.rows_ahead(config)
-
-    def step(self, level: Level, *, emitted: bool = True) -> None:
-        self.used = True  # it writes behind what a kept cache says that it holds
-        self.look_ahead(level, self.state.out_len - 1 if emitted else self.cached)  # there no entry is missing
-
-    def look_ahead(self, level: Level, end: Tensor) -> None:
-        """Make entries before ``end`` [B], forward rows behind them, and keep what these say."""
-        raise NotImplementedError
-
-
-class Parallel(Ahead):
+class Parallel(FeatureSource, Lattice):
     """The draft source of an Eagle3 with masks, P-EAGLE (arXiv 2602.01469): several tokens from one forward a step.
 
     Behind the text's last position come rows of mask tokens, with one learned feature for all of them. Each sees the
@@ -351,21 +320,110 @@ class Parallel(Ahead):
 
     ahead = 1
 
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, module.config.num_parallel - 1, module.config.num_parallel)
-
     def start(self, text: Text) -> None:
         super().start(text)
-        self.unknown = self.module.config.mask_token_id, self.module.mask_feature()
+        self.unknown = self.module.mask_token_id, self.module.mask_feature()
 
-    def rows_ahead(self, config: GraphConfig) -> int:
-        """Masks; a shape's depth is as many as are read."""
-        return min(config.depth - 1, self.extra_slots)
+    def step(self, level: Level, end: Tensor) -> None:
+        rows, masks = level.config.chain_rows, min(level.config.depth, self.drafted) - 1  # as many as are read
+        self.forwarded = rows + masks
+        _, logits = self.feed(end, rows, unknown=masks, keep=1 + masks)
+        self.keep_positions(logits, level)
 
-    def look_ahead(self, level: Level, end: Tensor) -> None:
-        masks = self.rows_ahead(level.config)
-        _, logits = self.feed(end, level.config.chain_rows, unknown=masks, keep=1 + masks)
-        self.keep_positions(self.known(logits), level)
+
+class DFlashDrafts(FeatureSource, Lattice):
+    """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
+
+    They are the same below every path, or with edges below every token of a depth: a lattice in a graph that merges
+    (``merge_context=0``), and a chain in the shape ``"chain"``.
+    """
+
+    def start(self, text: Text) -> None:
+        """Make the storage of a session, and what the block's rows see in layers without a window and with one."""
+        super().start(text)
+        module, batch = self.module, len(self.cached)
+        self.states = NodeVectors()  # of a recurrent head
+        self.row = torch.arange(module.block_size, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
+        every = torch.ones(module.block_size, module.block_size, dtype=torch.bool, device=self.cached.device)
+        earlier, whole = (pack_bits(sees).expand(batch, -1, -1).contiguous() for sees in (every.tril(), every))
+        causal = module.causal_head, module.causal_head or not module.non_causal
+        self.sees = [earlier if is_causal else whole for is_causal in causal]
+
+    def prepare(self, config: GraphConfig) -> None:
+        """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
+        self.states.prepare(config, self.rows.features, self.module.markov_rank)
+        super().prepare(config)
+
+    def read(self, fed: FedRows, features: Any, inputs: GraphInputs, keep: int) -> Any:
+        """Store keys and values of features, or forward the block behind them."""
+        if features is not None:
+            return self.module.store(features, fed.positions, self.rows.cache)
+        # Windows are counted from the root, so for attention all rows are where the root is.
+        here = torch.zeros_like(self.row)
+        graph = inputs.kv_len, inputs.kv_start, here, here, inputs.backend
+        kinds = [GraphInputs(sees, *graph) for sees in self.sees]
+        attend = lambda module, *given: kinds[module.sliding_window is not None].attend(module, *given)  # noqa: E731
+        seen = SimpleNamespace(attend=attend)
+        hidden = self.module(self.embedded(fed.ids), None, fed.positions, seen, self.rows.cache)
+        return self.module.norm(hidden), self.module.outputs(hidden[:, -self.drafted :], self.head)[1]
+
+    def step(self, level: Level, end: Tensor) -> None:
+        """Forward the block, and keep what candidates of its positions are made of until the next step."""
+        self.forwarded = level.config.chain_rows + self.module.block_size
+        self.feed(end, level.config.chain_rows, keep=0)
+        states, logits = self.forward_block()
+        if self.by_node:
+            self.hidden, self.logits = states[:, -self.drafted :], logits
+        else:
+            self.keep_positions(logits, level)
+        if self.module.recurrent:
+            first: Any = 0.0
+            if not self.module.sample_from_anchor:  # the root's row went before, with the same token
+                token = self.known_tokens(self.state.root_tokens())[:, None]
+                _, first = self.module.edges(logits[:, :1], states[:, :1], token)
+            self.states.prepare(level.config, self.rows.features, self.module.markov_rank)  # it may only be warmed up
+            self.states[level.config][:, :1] = first  # which the root's own takes the place of
+
+    @property
+    def confident(self) -> bool:
+        """Return whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
+        return self.module.confidence_head is not None and not self.sampler.greedy
+
+    @property
+    def by_node(self) -> bool:
+        """Candidates depend on more than the depth of a node."""
+        return self.module.edges is not None or self.confident
+
+    def known_tokens(self, tokens: Tensor) -> Tensor:
+        """Ids that heads have a row for, int64, where they lie."""
+        return tokens.long().to(self.logits.device).clamp(max=self.module.sizes.vocab_size - 1)
+
+    def at_depths(self, level: Level) -> Proposal:
+        """Candidates after the nodes of a frontier, by their depths and, with edges, their tokens."""
+        if not self.by_node:
+            return super().at_depths(level)
+        place = level.frontier.depths.long().clamp(max=self.drafted)  # [B, W]
+        at = place.clamp(max=self.drafted - 1).to(self.logits.device)
+        hidden, logits = rows_at(self.hidden, at), rows_at(self.logits, at)
+        before = self.known_tokens(level.frontier.token_ids)
+        if self.module.edges is not None:
+            state = self.states.of_parents(level) if self.module.recurrent else None
+            logits, state = self.module.edges(logits, hidden, before, state)
+            if self.module.recurrent:
+                self.states.keep(level, state)  # a recurrent head's goes along the edges
+        tokens, log_probs = self.ranked(logits, level.positions, level.config.branch)
+        if self.confident:
+            log_probs = log_probs + logsigmoid(self.module.confidence(hidden, before)).to(log_probs)
+        there = (place < self.drafted)[..., None]
+        return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
+
+    def forward_block(self) -> tuple[Tensor, Tensor]:
+        """Forward the block behind all features: states [B, block_size, D], and logits of what it drafts [B, n, V]."""
+        tokens = torch.full_like(self.row, self.module.mask_token_id)
+        tokens[:, 0] = self.state.root_tokens()
+        graph = self.cached, 0, self.sees[0], self.row, self.row
+        states, logits = self.forward(tokens, None, *graph, keep=tokens.shape[1])
+        return states, logits[:, -self.drafted :]
 
 
 # The layers over rows as one operator, where that is possible: module by module a level of drafting is many small
@@ -381,8 +439,7 @@ def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeig
     Raises:
         ValueError: a variable of the environment says what there is not.
     """
-    norm, sizes = module.norm, module.sizes
-    device, dtype = norm.weight.device, norm.weight.dtype
+    norm, device, dtype = module.norm, module.norm.weight.device, module.norm.weight.dtype
     if missing(device, backend) or any(map(foreign_code, (module, embed, head))) or not module.plain:
         return None
     leaves = [part for part in (head, *module.modules()) if not any(part.children())]
@@ -393,7 +450,7 @@ def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeig
         and all(type(part) in PLAIN or type(part).__module__ in HOMES for part in leaves)
         and {part.variance_epsilon for part in leaves if hasattr(part, "variance_epsilon")} == {norm.variance_epsilon}
         and head.bias is None
-        and (sizes.rope_parameters or {}).get("rope_type", "default") in STATIC_ROPE
+        and getattr(module.rotary.func, "rope_type", "default") in STATIC_ROPE
         and dtype in FLOATS
         and all(
             type(weight) is nn.Parameter and weight.is_contiguous() and (weight.device, weight.dtype) == (device, dtype)
@@ -402,10 +459,10 @@ def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeig
     )
     if not computed:
         return None
-    layers = module.layers, map(AttentionKind, module.windows), norm, head
-    weights = FeatureWeights(
-        decoder_weights(embed, *layers, *module.rotary.frequencies(device)), **module.first_parameters()
-    )
+    rotary, kinds = module.rotary.func.to(device), map(AttentionKind, module.windows)
+    turns = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    decoder = decoder_weights(embed, module.layers, kinds, norm, head, *turns)
+    weights = FeatureWeights(decoder, **module.first_parameters())
     if replay.is_gpu(device) and (error_of(cuda.check, weights) or choice(weights.decoder).why):
         return None
     return weights

@@ -42,7 +42,7 @@ from .checkpoints import (
     read_json,
     shapes_of,
 )
-from .expansion import DraftVocabulary, Lattice, NodeVectors, shares_of
+from .expansion import DraftVocabulary, Lattice, NodeVectors
 from .features import LastState, Recursion
 from .layouts import GEMMA4
 
@@ -260,7 +260,7 @@ class Heads(LastState, Lattice):
 
     def __init__(self, heads: DraftHeads, option: str = OPTION) -> None:
         self.heads, self.option = heads, option  # the option that named them
-        self.shares = shares_of(heads.num_heads)
+        self.drafted = heads.num_heads
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
@@ -272,15 +272,10 @@ class Heads(LastState, Lattice):
     def start(self, text: Text) -> None:
         super().start(text)
         self.lm_head = text.target.stepping.get_output_embeddings()
-        self.vocabulary = DraftVocabulary(None, text.target.vocab_size, text.target.vocab_size)
+        self.vocabulary = DraftVocabulary(text.target.vocab_size)
 
-    def levels(self, config: GraphConfig) -> int:
-        """Return the number of heads: the history is alone below, and would be weighed against nothing."""
-        return self.heads.num_heads
-
-    def step(self, level: Level, *, emitted: bool = True) -> None:
-        logits = self.heads(self.hidden, self.lm_head)  # all 0 where there is no state yet, and nothing to go by
-        self.keep_positions(torch.where(self.known.to(logits.device)[:, None, None], logits, 0.0), level)
+    def step(self, level: Level, end: Tensor) -> None:
+        self.keep_positions(self.heads(self.hidden, self.lm_head), level)
 
 
 # Gemma 4's assistants: a small model that reads the target's own keys and values, drafting a graph without a cache.
@@ -421,7 +416,7 @@ class AssistantDrafts(LastState, Recursion):
     def start(self, text: Text) -> None:
         super().start(text)
         self.head, self.vectors = self.module.model.lm_head, NodeVectors()
-        self.vocabulary = DraftVocabulary(None, self.module.sizes.vocab_size, text.target.vocab_size)
+        self.vocabulary = DraftVocabulary(text.target.vocab_size)
         self.embed = text.target.stepping.get_input_embeddings()
         stored = stored_by(text.target.model)
         self.layers = {kind: stored[kind][0] for kind in self.module.sizes.layer_types}

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .checkpoints import bad
 
@@ -23,8 +22,7 @@ NESTED = "transformer_layer_config", "dflash_config", "eagle_config"
 FUSED = "eagle_aux_hidden_state_layer_ids"
 
 
-@dataclass(frozen=True)
-class ConfigLayout:
+class ConfigLayout(NamedTuple):
     """Where a kind of ``config.json`` lists the layers whose hidden states are fused.
 
     Attributes:
@@ -37,7 +35,7 @@ class ConfigLayout:
     layers: str
     inside: str = ""
     shift: int = 0
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = {}
 
 
 EAGLE3 = (
@@ -51,25 +49,28 @@ DFLASH = (
 )
 
 
-def settings_of(
-    config: Mapping[str, Any], layouts: Iterable[ConfigLayout]
-) -> tuple[dict[str, Any], tuple[int, ...] | None]:
-    """All that a config says, flat, and the numbers of the hidden states that are fused, ``None`` where it lists none.
+def settings_of(config: Mapping[str, Any], layouts: Iterable[ConfigLayout]) -> dict[str, Any]:
+    """All that a config says, flat; ``hidden_layers`` are the hidden states that are fused, ``None`` if it lists none.
+
+    Args:
+        config: of a ``config.json``, and as ``tensors`` the shapes of those that lie beside it, if any do.
+        layouts: how it may list the layers.
 
     Raises:
         BadCheckpoint: the first of the layouts that it is of lists no different layers.
     """
     parts = {"": config} | {name: config[name] for name in NESTED if isinstance(config.get(name), dict)}
     said = {name: value for part in parts.values() for name, value in part.items() if value is not None}
+    said |= {"hidden_layers": None, "tensors": config.get("tensors", {})}
     for layout in layouts:
         value = parts.get(layout.inside, {}).get(layout.layers)
         if value is None:
             continue
-        good = isinstance(value, list) and value and all(type(i) is int and i + layout.shift >= 0 for i in value)
-        if not good or len(set(value)) < len(value):
+        good = isinstance(value, list) and {*map(type, value)} == {int} and min(value) + layout.shift >= 0
+        if not good or len({*value}) < len(value):
             raise bad(f"{layout.layers} in its config: expected a list of different layers, got {value!r}")
-        return said | layout.fixed, tuple(i + layout.shift for i in value)
-    return said, None
+        return said | layout.fixed | {"hidden_layers": tuple(i + layout.shift for i in value)}
+    return said
 
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -81,7 +82,7 @@ def weight_name(name: str) -> str | None:
     name = name.removeprefix("model.")
     if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
         return None
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    return swapped_prefix(name, [("midlayer.", "layers.0.")])
 
 
 # Multi-token-prediction heads in a target's own checkpoint. Which row serves one is decided by the tensors found in it,
@@ -94,8 +95,7 @@ PARTS = ("projection", "embedding_norm", "hidden_norm", "norm")
 """Modules of a head beside its decoder layer, as they are called here; a layout has an attribute for each."""
 
 
-@dataclass(frozen=True)
-class HeadLayout:
+class HeadLayout(NamedTuple):
     """Names of a head's tensors, and how it is wired.
 
     Attributes:
@@ -121,7 +121,7 @@ class HeadLayout:
     norm: str | None
     block: str = ""
     hidden_first: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = {}
     unused: str = "$"
     attention: str | None = None
 

@@ -17,9 +17,9 @@ from ..model.properties import device_of
 from ..validate import warn_once
 from .base import DraftSource
 from .checkpoints import CONFIG, bad, fetch, read_json
-from .dflash import DFlash, DFlashDrafts
+from .dflash import DFlash
 from .feature_drafter import Eagle3
-from .features import Parallel, Recursive
+from .features import DFlashDrafts, Parallel, Recursive
 from .heads import CONFIG_FILE, AssistantDrafts, DraftHeads, Gemma4Assistant, Heads
 from .layouts import GEMMA4
 from .mtp import Mtp, place_of

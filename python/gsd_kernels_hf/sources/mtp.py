@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from ..model.probe import in_words
 from ..model.properties import device_of, text_config
 from ..validate import SERVED_LAYERS
 from .checkpoints import BELONGS, WEIGHTS, BadCheckpoint, Checkpoint, bad, check_sizes, fetch, files_of, shapes_of
-from .feature_drafter import HiddenDrafter, Rotary, Shapes
+from .feature_drafter import HiddenDrafter, Shapes
 from .layouts import QUANTISED, HeadLayout, find_heads, looked_for
 
 logger = logging.getLogger("gsd_kernels")
@@ -162,7 +163,7 @@ class Mtp(HiddenDrafter):
         with making("the rotary embedding", block.target):
             rotary = block.target.get_decoder().rotary_emb
             typed = "layer_type" in inspect.signature(rotary.forward).parameters
-            self.rotary = Rotary(copy.deepcopy(rotary), **({"layer_type": block.attention} if typed else {}))
+            self.rotary = partial(copy.deepcopy(rotary), **({"layer_type": block.attention} if typed else {}))
         self.runs = False  # whether that is known
 
     @classmethod
