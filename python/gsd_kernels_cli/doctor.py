@@ -128,7 +128,7 @@ def drafters_of(model: str) -> str:
     from transformers import AutoModelForCausalLM
 
     from gsd_kernels_hf.files import model_place
-    from gsd_kernels_hf.sources.mtp import own_heads
+    from gsd_kernels_hf.sources.feature_drafter import own_heads
 
     from .pair import quiet_transformers
 

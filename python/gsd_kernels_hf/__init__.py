@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from .sources.base import DraftSource, Level, Prefilled, Proposal
     from .sources.corpus import Corpus
     from .sources.dflash import DFlash
-    from .sources.feature_drafter import Eagle3
+    from .sources.feature_drafter import Eagle3, Mtp
     from .sources.heads import DraftHeads, Gemma4Assistant
     from .sources.layer_skip import LayerSkip
-    from .sources.mtp import Mtp
 
 _HOMES = {
     "Automatic": "policy.settings",
@@ -34,7 +33,7 @@ _HOMES = {
     "Gemma4Assistant": "sources.heads",
     "GraphDecoder": "engine.decoder",
     "LayerSkip": "sources.layer_skip",
-    "Mtp": "sources.mtp",
+    "Mtp": "sources.feature_drafter",
     "OnlineLearner": "gsd_kernels_train.online",
     "Typical": "acceptance.criteria",
     "Verified": "records",

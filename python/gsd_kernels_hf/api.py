@@ -29,9 +29,9 @@ from .model import properties
 from .model.facts import looking
 from .packed.modules import copied_bytes, forget_copies
 from .sources.base import DraftSource
+from .sources.feature_drafter import Mtp, mention_heads
 from .sources.load import lasting
 from .sources.memory import HistoryMemory
-from .sources.mtp import Mtp, mention_heads
 
 logger = logging.getLogger("gsd_kernels")
 

@@ -21,10 +21,9 @@ from gsd_kernels_hf.model.hidden import decoder_of
 from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.sources.checkpoints import BadCheckpoint, shapes_of
 from gsd_kernels_hf.sources.dflash import CONFIDENCE, DFlash
-from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Eagle3
+from gsd_kernels_hf.sources.feature_drafter import TARGET_HEAD, Block, Eagle3, Mtp, blocks_of
 from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.sources.layouts import HEADS
-from gsd_kernels_hf.sources.mtp import Block, Mtp, blocks_of
 
 from .drafter import (
     DEPTH,

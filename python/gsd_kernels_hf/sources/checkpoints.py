@@ -169,8 +169,8 @@ def files_of(folder: Path) -> dict[str, str]:
     raise bad(f"no {WEIGHTS} in {folder}")
 
 
-Sizes = Mapping[str, tuple[int, ...]]
-"""The shapes of tensors, by name."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by name."""
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Checkpoint:
         """
         module.load_state_dict(self.read(shapes_of(module)), assign=True)
 
-    def stacked(self, parts: Mapping[str, Sizes], shapes: Sizes) -> dict[str, Tensor]:
+    def stacked(self, parts: Mapping[str, Shapes], shapes: Shapes) -> dict[str, Tensor]:
         """Tensors of these ``shapes``, each made of ``parts`` that lie one after the other in it.
 
         Raises:
@@ -236,7 +236,7 @@ class Checkpoint:
             name: torch.stack([found.pop(part) for part in each]).view(shapes[name]) for name, each in parts.items()
         }
 
-    def read(self, expected: Sizes) -> dict[str, Tensor]:
+    def read(self, expected: Shapes) -> dict[str, Tensor]:
         """The tensors, once all of them are known to have the shapes that are expected; FP8 with its scales as floats.
 
         Raises:

@@ -18,11 +18,10 @@ from ..validate import warn_once
 from .base import DraftSource
 from .checkpoints import CONFIG, bad, fetch, read_json
 from .dflash import DFlash
-from .feature_drafter import Eagle3
+from .feature_drafter import Eagle3, Mtp, place_of
 from .features import DFlashDrafts, Parallel, Recursive
 from .heads import CONFIG_FILE, AssistantDrafts, DraftHeads, Gemma4Assistant, Heads
 from .layouts import GEMMA4
-from .mtp import Mtp, place_of
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
