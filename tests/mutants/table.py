@@ -76,7 +76,7 @@ MUTANTS = [Mutant(*row) for row in (
     (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, [], self.spaces, around, self.ambient, places, libraries", "gate: a changed config is not noticed", T_CHANGES),
     (FACTS, "found = modules, configs, self.spaces, around, self.ambient, places, libraries", "found = modules, configs, self.spaces, around, (), places, libraries", "gate: autocast is not noticed", T_CHANGES),
     (FACTS, "                tuple(own.hooks),", "                (),", "gate: a hook is not noticed", T_CHANGES),
-    (FACTS, 'if getattr(answer, "passing", False):', "if False:", "proofs: a passing verdict is kept", "tests/validate/test_models.py -k passing"),
+    (FACTS, 'if not getattr(answer, "passing", False):', "if True:", "proofs: a passing verdict is kept", "tests/validate/test_models.py -k passing"),
     (DECODER, "if alone and self.reuse_history else None", "if ranks.alone else None", "history's privacy: a call that asked for none leaves its text to later ones", T_MEMORY),
     (HISTORY, "if memory is not None and memory.era is self.era:", "if memory is not None:", "history's privacy: what was cleared during a call comes back", T_MEMORY),
     (HISTORY, "not text.continues or era is not self.era:", "not text.continues:", "history's privacy: a session goes on with what was cleared", T_MEMORY),

@@ -14,7 +14,7 @@ from gsd_kernels.ops.learn import Mixture
 
 from ..locks import forkable_lock
 from ..model import replay
-from ..model.facts import ModelState
+from ..model.facts import Facts
 from ..model.runner import CachedText
 from ..packed.modules import forget_copies
 from ..policy.learning import Policy
@@ -196,16 +196,17 @@ class Engines:
         """
         key = SessionKey(request, policy, sources, alone=alone)
         (capacity, most), idle, current = rooms(request, key.slots), None, False
-        states: list[ModelState] = []
         structure: list[Any] = []
+        contents: list[Any] = []
         if self.keeps_sessions or replay.is_gpu(request.device):
             capacity, given = rounded(capacity), request.sources
             # As they are now: what is changed while a text is written is a change to the next call.
             models = [module for module in (*request.models.values(), given.drafter) if module is not None]
             beside = (given.heads, *(module for source in given.every for module in source.forwards))
-            states = [ModelState.of(module) for module in models]
-            built = [ModelState.built(module) for module in beside if isinstance(module, nn.Module)]
-            structure = [state.structure for state in (*states, *built)]
+            known = [Facts.of(module) for module in models]
+            built = [Facts.of(module) for module in beside if isinstance(module, nn.Module)]
+            structure = [facts.structure for facts in (*known, *built)]
+            contents = [facts.content for facts in known]
             with self._lock:
                 waiting = [(parked, session) for parked in self._waiting if (session := parked.session) is not None]
                 waiting = [(p, s) for p, s in waiting if p.engine is not engine or s.structure == structure]
@@ -217,14 +218,14 @@ class Engines:
         session = idle or Session(key, request.facts, capacity, [copy.copy(source) for source in sources])
         if idle is not None:
             session.reserve(capacity, rounded(most))
-            changed = [m for m, now, before in zip(models, states, session.states, strict=True) if now != before]
+            changed = [m for m, now, before in zip(models, contents, session.contents, strict=True) if now != before]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
             drafts = request.options.drafts
             current = self.keeps_sessions and all(any(module is draft for draft in drafts) for module in changed)
             moved = [rows.changed() for rows in session.row_models if any(rows.model is module for module in changed)]
             if any(moved):
                 session.recapture()
-        session.most, session.structure, session.states = most, structure, states
+        session.most, session.structure, session.contents = most, structure, contents
         return session, current
 
     def release(self, engine: Engine, session: Session, statistics: Statistics, *, steps: int, automatic: bool) -> None:

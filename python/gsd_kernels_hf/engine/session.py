@@ -25,7 +25,7 @@ from gsd_kernels.ops.step import commit_text
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice, OnHost, padded, padded_path
 from ..model import replay
-from ..model.facts import Facts, ModelState
+from ..model.facts import Facts
 from ..model.fused import rows_of
 from ..model.prompt_inputs import RowsBehindInputs
 from ..model.replay import hold
@@ -114,7 +114,7 @@ class Session:
         self.first = True
         self.most: int
         self.structure: list[Any]  # of the models when the text was begun, see engine.engine
-        self.states: list[ModelState]
+        self.contents: list[Any]
         self.captured: Any = None  # see engine.capture.CapturedStep
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see :func:`warm`
         self.compiled: frozenset[GraphConfig | None] = frozenset()  # the shapes of these kernels

@@ -306,7 +306,8 @@ class GraphCache(RowsCache):
         found = self.spoiled
         if all(type(part) is Tensor and part.device.type == "cpu" and not part.numpy().any() for part in found):
             return logits  # marks are 0 or NaN
-        marks: Any = sum(part[:, -logits.shape[1] :].to(logits.device) for part in found)  # [B, R]
+        rows = logits.shape[1]  # which may be none
+        marks: Any = sum(part[:, part.shape[1] - rows :].to(logits.device) for part in found)  # [B, R]
         return logits + marks[..., None].to(logits.dtype)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:

@@ -224,32 +224,6 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 _Answer = TypeVar("_Answer")
 
 
-class ModelState(NamedTuple):
-    """The state of a model at some time; equal while nothing was changed.
-
-    Attributes:
-        structure: what captured steps and prepared weights depend on.
-        content: what keys and values in a cache depend on besides.
-    """
-
-    structure: tuple[Any, ...]
-    content: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, model: nn.Module | Facts) -> ModelState:
-        """The state now. Reads a few elements of every tensor, so it waits for every device once."""
-        facts = Facts.of(model)
-        hooks = (hook for own in facts.own for hook in own.hooks.values())
-        held = (part for hook in hooks for tensor in held_by(hook) for part in parts_of(tensor))
-        tensors = [*facts.tensors, *held]
-        return cls(facts.structure, (versions(tensors), samples(tensors)))
-
-    @classmethod
-    def built(cls, model: nn.Module | Facts) -> ModelState:
-        """The structure now, of a module whose content no key or value depends on."""
-        return cls(Facts.of(model).structure, ())
-
-
 class Facts:
     """The facts of one model, each found when it is first asked for; the model is not changed meanwhile.
 
@@ -356,6 +330,17 @@ class Facts:
         kept = _kept.get(self.model)
         return found if kept is None or kept[0] != found else kept[0]
 
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """The numbers that keys and values in a cache depend on beside the structure; equal while nothing was written.
+
+        Reads a few elements of every tensor, those that hooks hold included, so it waits for every device once.
+        """
+        hooks = (hook for own in self.own for hook in own.hooks.values())
+        held = (part for hook in hooks for tensor in held_by(hook) for part in parts_of(tensor))
+        tensors = [*self.tensors, *held]
+        return versions(tensors), samples(tensors)
+
     @cached_property
     def proofs(self) -> dict[Hashable, Any]:
         """Answers of proofs since the structure is what it is, in whatever call they were found."""
@@ -366,13 +351,10 @@ class Facts:
 
     def proved(self, key: Hashable, prove: Callable[[], _Answer]) -> _Answer:
         """The answer of a proof; one that says that it is passing is not kept."""
-        if key not in self.proofs:
-            answer = prove()
-            if getattr(answer, "passing", False):
-                return answer
+        answer: _Answer = self.proofs[key] if key in self.proofs else prove()
+        if not getattr(answer, "passing", False):
             self.proofs[key] = answer
-        kept: _Answer = self.proofs[key]
-        return kept
+        return answer
 
     @cached_property
     def device(self) -> torch.device:

@@ -215,13 +215,15 @@ def check_rows(facts: Facts, name: str) -> None:
 def block_of(facts: Facts, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
     mixers = mixers_of(facts)
-    if not any(is_windowed(module) for _, module in mixers) or least_piece(facts) == WHOLE_TOKENS:
-        return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
-    if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
-        return 0
-    difference = proof.why_not_proved(facts, RowModel, backend, STATES, singly=True, block=PROVED_BLOCK)
-    return BLOCK if difference is None else 0
+    windowed = (
+        any(is_windowed(module) for _, module in mixers)
+        and backend in ("auto", "cpu")
+        and least_piece(facts) != WHOLE_TOKENS
+        and not any(unavailable_reason("cpu", device) for device in devices)
+        and proof.why_not_proved(facts, RowModel, backend, STATES, singly=True, block=PROVED_BLOCK) is None
+    )
+    return BLOCK if windowed else 0
 
 
 def rows_of(

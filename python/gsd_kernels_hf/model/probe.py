@@ -185,11 +185,11 @@ def examine(facts: Facts) -> AttentionReport:
         with trying(facts):
             check_linears(facts)
             check_sides(facts)
-            probe, report, clean = _forward(facts, poisoned=True)
+            report, clean = _forward(facts, poisoned=True)
             # Weights that hold NaN show nothing; they are found out by their logits.
-            if not clean and _forward(facts, poisoned=False)[-1]:
+            if not clean and _forward(facts, poisoned=False)[1]:
                 raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
-            return replace(report, kinds=tuple(_kinds(facts, probe)))
+            return report
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -225,8 +225,8 @@ def trying(facts: Facts) -> Iterator[None]:
         yield
 
 
-def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, bool]:
-    """Forward the rows: what was noted, what of it is found, and whether NaN appeared nowhere but where it was put."""
+def _forward(facts: Facts, *, poisoned: bool) -> tuple[AttentionReport, bool]:
+    """Forward the rows: what is found, and whether NaN appeared nowhere but where it was put."""
     model, device, probe, cache = facts.model, facts.device, Probe(), ProbeCache(facts)
     if mixers_of(facts):  # whose rows see themselves alone as well; how they see others is proved apart
         none = torch.full((2, ROWS), -1, device=device)
@@ -276,12 +276,17 @@ def _forward(facts: Facts, *, poisoned: bool) -> tuple[Probe, AttentionReport, b
     ):
         if found:
             raise Unserved(words)
-    unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
-    report = AttentionReport((), unwritten, cache.alike_on_a_gpu, min(lookups.ends, default=None), probe.unusual)
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:
         unknown[0, POISONED] = False
-    return probe, report, not bool(unknown.any())
+    report = AttentionReport(
+        tuple(_kinds(facts, probe)),
+        frozenset(range(max(cache.updated))) - set(cache.updated),
+        cache.alike_on_a_gpu,
+        min(lookups.ends, default=None),
+        probe.unusual,
+    )
+    return report, not bool(unknown.any())
 
 
 def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
@@ -297,7 +302,7 @@ def _kinds(facts: Facts, probe: Probe) -> Iterator[AttentionKind]:
         layer, window = getattr(module, "layer_idx", None), options.get("sliding_window")
         asked = id(mask), window
         if asked not in known:
-            known[asked] = limits_of_mask(mask, window, probe.masks, PADDING)
+            known[asked] = limits_of_mask(mask, window, probe.masks)
         limits = known[asked]
         if flash and limits.chunk is not None:
             raise Unserved(f"has chunks of {limits.chunk} in its mask, which flash attention has none of")
@@ -355,9 +360,7 @@ def _is_special_linear(module: nn.Module) -> bool:
 FAR = 1 << 20  # no window reaches further
 
 
-def limits_of_mask(
-    mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]], padding: Sequence[int]
-) -> AttentionKind:
+def limits_of_mask(mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]]) -> AttentionKind:
     """The limits of the mask that arrived, which the model's mask function must have made.
 
     Where it is a copy, on another device for instance, that could be of several, ``call_window`` decides.
@@ -366,7 +369,6 @@ def limits_of_mask(
         mask: as it arrived.
         call_window: the window that the attention call names.
         made: masks and what they were made of.
-        padding: of every sequence.
     """
     by_likeness: dict[int, list[dict[str, Any]]] = {}
     for own, arguments in made:
@@ -377,7 +379,7 @@ def limits_of_mask(
     origins = by_likeness[most]
     if any(arguments.get("attention_mask") is None for arguments in origins):
         raise Unserved("leaves padding out of its attention mask")
-    limits = {limits_of(arguments.get("mask_function", causal_mask_function), padding) for arguments in origins}
+    limits = {limits_of(arguments.get("mask_function", causal_mask_function), PADDING) for arguments in origins}
     if len(limits) > 1:
         limits = {one for one in limits if one.window == call_window}
     if len(limits) != 1:

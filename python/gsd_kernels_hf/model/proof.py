@@ -50,6 +50,7 @@ logger = logging.getLogger("gsd_kernels")
 
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
+PLACES = (0, 1, 0, 2, 3, 4)  # of the rows' tokens in that path
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest difference of a row's logits, relative to their spread, that needs no second look."""
 # Two right ways add in other orders, and a model may multiply each rounding of that. How much, one rounding of the
@@ -65,11 +66,6 @@ class Passage(NamedTuple):
     prompt: int = 7
     steps: int = 1
     pads: tuple[int, ...] = (0, 3)
-
-    @property
-    def length(self) -> int:
-        """Tokens of each of its sequences."""
-        return self.prompt + self.steps * len(TEXT)
 
 
 SHORT, LONG = Passage(), Passage(160)
@@ -94,9 +90,9 @@ class Difference(NamedTuple):
 
 
 def text(facts: Facts, passage: Passage = SHORT) -> Tensor:
-    """Tokens [B, length of the passage], spread over the vocabulary."""
-    count = len(passage.pads) * passage.length
-    ids = 11 + 7919 * torch.arange(count, device=facts.device).view(-1, passage.length)
+    """Tokens [B, n] of a passage, spread over the vocabulary."""
+    batch, length = len(passage.pads), passage.prompt + passage.steps * len(TEXT)
+    ids = 11 + 7919 * torch.arange(batch * length, device=facts.device).view(batch, -1)
     return ids % min(facts.vocabulary, shape_of(facts.model.get_input_embeddings())[0])
 
 
@@ -135,8 +131,7 @@ def logits_of_tree(rows: Any, parents: Sequence[int], tokens: Tensor, stored: Te
 
 def logits_of_path(rows: Any, tokens: Tensor, stored: Tensor) -> Tensor:
     """Logits [B, len(TEXT), V] of ``tokens`` [B, len(TEXT)] as a path of the tree of :data:`PARENTS`."""
-    places = [TEXT.index(row) if row in TEXT else 0 for row in range(len(PARENTS))]
-    return logits_of_tree(rows, PARENTS, tokens[:, places], stored)[:, list(TEXT)]
+    return logits_of_tree(rows, PARENTS, tokens[:, PLACES], stored)[:, TEXT]
 
 
 def logits_of_rows(facts: Facts, make: Callable[..., Any], backend: str, passage: Passage, **options: Any) -> Tensor:
@@ -150,7 +145,7 @@ def logits_of_rows(facts: Facts, make: Callable[..., Any], backend: str, passage
     """
     ids, (prompt, steps, pads) = text(facts, passage), passage
     mask, kv_start = padded(ids[:, :prompt], pads)
-    rows = make(facts, passage.length - len(TEXT) + len(PARENTS), kv_start, backend, **options)
+    rows = make(facts, ids.shape[1] - len(TEXT) + len(PARENTS), kv_start, backend, **options)
     rows.prefill(ids[:, :prompt], mask, max(PIECE_TOKENS, prompt // 2))
     stored = torch.full_like(kv_start, prompt)  # [B]
     path = torch.tensor([TEXT] * len(pads), dtype=torch.int32, device=ids.device)  # [B, len(TEXT)]

@@ -104,14 +104,14 @@ class Sides:
         batch: B, sequences.
 
     Attributes:
-        columns: of every sequence, the first place of the batch's on the long side, padding included.
+        columns: int64 [B] on the CPU, the first place of the batch's on the long side, padding included.
         border: int64 [B, 1], the same as positions of the sequences; changed in place.
         pending: whether the text is read anew where it crosses the border.
     """
 
     def __init__(self, facts: Facts, batch: int) -> None:
         self.original, self.rereads = original_of(longropes_of(facts)[0]), rereads(facts.model)
-        self.columns, self.pending = [0] * batch, False
+        self.columns, self.pending = torch.zeros(batch, dtype=torch.int64, device="cpu"), False
         self.border = torch.zeros(batch, 1, dtype=torch.int64, device=facts.device)
         self.made: list[TwoSided] = []
 
@@ -135,24 +135,21 @@ class Sides:
         """
         for rotary in self.made:
             rotary.refresh()
-        starts = padding.tolist()
-        last = self.original + min(starts)  # places on the short side, where no forward reaches beyond
-        column = last
+        before, least = self.columns, int(padding.min())
+        column = last = self.original + least  # places on the short side, where no forward reaches beyond
         if length > last:  # the piece that reaches beyond is turned by the long factors from its beginning on
             column = last // chunk * chunk if chunk and chunk < length else 0
-        self.pending = self.rereads and length <= last and not min(starts)
-        before, self.columns = self.columns, [column] * len(starts)
-        self._place(starts)
-        return self.columns == before
+        self.pending = self.rereads and length <= last and not least
+        self._place(torch.full_like(before, column), padding)
+        return torch.equal(before, self.columns)
 
     def cross(self, crossed: Sequence[bool], padding: Tensor) -> None:
         """From here on turn all places of the sequences that crossed the border by the long factors."""
-        self.columns = [0 if long else column for long, column in zip(crossed, self.columns, strict=True)]
-        self._place(padding.tolist())
+        self._place(self.columns.masked_fill(torch.tensor(crossed, device="cpu"), 0), padding)
 
-    def _place(self, starts: Sequence[int]) -> None:
-        places = [[column - start] for column, start in zip(self.columns, starts, strict=True)]
-        self.border.copy_(torch.tensor(places, dtype=torch.int64, device="cpu"))
+    def _place(self, columns: Tensor, padding: Tensor) -> None:
+        self.columns = columns
+        self.border.copy_((columns - padding.cpu())[:, None])
 
 
 def check_sides(facts: Facts) -> None:

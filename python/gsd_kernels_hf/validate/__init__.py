@@ -231,7 +231,7 @@ def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> N
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
-COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
+COUNTED = (*CACHES, "cache_position", "logits_to_keep")
 """What the decode loop says in any case; anything else may be an input of a prompt."""
 WHY_UNREAD = {
     **dict.fromkeys(CACHES, "a cache of its own is used, and continuing one is not supported; pass the whole prompt"),
@@ -255,19 +255,15 @@ def check_call(facts: Facts, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]
     """
     check_feeding(facts.model)
     check_adapters(facts)
+    modalities = getattr(facts.model, "input_modalities", "text")
+    text_alone = {"text"}.issuperset([modalities] if isinstance(modalities, str) else modalities)
     mask = model_kwargs.get("attention_mask")
     unread = sorted(name for name, value in model_kwargs.items() if not _is_read(name, value, mask))
     for name in unread:
-        if name in COUNTED or not reads_more(facts.model):
+        if name in COUNTED or text_alone:
             why = WHY_UNREAD.get(name, "a model input that graph-speculative generation does not read")
             raise Unsupported(f"{name}: {why}; {LEAVE_OUT}")
     return tuple(unread)
-
-
-def reads_more(model: PreTrainedModel) -> bool:
-    """Return whether the model's prompts may have more than text."""
-    modalities = getattr(model, "input_modalities", "text")
-    return bool(({modalities} if isinstance(modalities, str) else set(modalities)) - {"text"})
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
@@ -387,6 +383,7 @@ def check_served(facts: Facts, name: str) -> None:
     """
     model, kind = facts.model, type(facts.model).__name__
     config, mesh, recurrent = text_config(model), getattr(model, "_device_mesh", None), mixers.mixers_of(facts)
+    threshold = max((threshold_of(module) for _, module in facts.modules), default=0.0)
     types = set(getattr(config, "layer_types", None) or ())
     unserved = sorted(types - SERVED_LAYERS - (RECURRENT_LAYERS if recurrent else set()))
     elsewhere = ", whose states are not in transformers' cache" if RECURRENT_LAYERS.intersection(unserved[:1]) else ""
@@ -412,12 +409,22 @@ def check_served(facts: Facts, name: str) -> None:
             f"{kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
             "call model.eval() first",
         ),
+        (
+            # Columns with an activation above it are taken out of the product of all rows, so that a drafted row may
+            # change the result of another. No forward of a few tokens shows that: it takes an outlier.
+            name == "model" and threshold > 0,
+            f"int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend on each "
+            "other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or set "
+            "state.threshold = 0.0 in its Linear8bitLt modules",
+        ),
     ):
         if found:
             raise Unsupported(f"{name}: {why}")
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
-    check_weights(name, facts)
+    embedding: Any = model.get_input_embeddings()
+    if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
+        raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
     served(facts, name)
     if name == "model":  # a draft costs speed at most
         check_rows(facts, name)
@@ -432,24 +439,6 @@ def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
                 f"graph_config: max_path={deepest}, and {type(model).__name__} keeps a recurrent state, behind which a "
                 f"path has at most {BLOCK} rows; give max_path={BLOCK}"
             )
-
-
-def check_weights(name: str, facts: Facts) -> None:
-    """Raise where the weights hold no values, or a target's products mix a forward's rows.
-
-    bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
-    a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
-    """
-    threshold = max((threshold_of(module) for _, module in facts.modules), default=0.0) if name == "model" else 0.0
-    if threshold > 0:
-        raise Unsupported(
-            f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend "
-            "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or set "
-            "state.threshold = 0.0 in its Linear8bitLt modules"
-        )
-    embedding: Any = facts.model.get_input_embeddings()
-    if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
-        raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
 
 
 def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:
