@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/engine": 62.9,
     "python/gsd_kernels_hf/exported": 6.3,
     "python/gsd_kernels_hf/model": 131,
-    "python/gsd_kernels_hf/packed": 48.9,
+    "python/gsd_kernels_hf/packed": 48.5,
     "python/gsd_kernels_hf/policy": 17.3,
     "python/gsd_kernels_hf/sources": 144.1,
     "python/gsd_kernels_hf/validate": 16.7,

@@ -192,29 +192,21 @@ def locked(place: Path, seconds: float = math.inf) -> Iterator[bool]:
             place.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(place, os.O_RDONLY if place.is_dir() else os.O_WRONLY | os.O_CREAT)
             stack.callback(os.close, handle)
-            _lock(handle, seconds)
+            import fcntl
+
+            end = time.monotonic() + seconds
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(LOCK_INTERVAL)
         except (ImportError, OSError):
             yield False
         else:
             yield True
-
-
-def _lock(handle: int, seconds: float) -> None:
-    """Lock what is open.
-
-    Raises:
-        ImportError, OSError: files cannot be locked here, or another process has it for longer.
-    """
-    import fcntl
-
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(LOCK_INTERVAL)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -65,65 +65,31 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
 
 
 class Ranks:
-    """Ranks that decode one text; here the only one, which has nothing to agree on.
+    """The ranks that models are sharded over, which decode one text and hold each other to it in a ``generate`` call.
 
-    Attributes:
-        alone: whether there is one process.
-        captures: whether their messages can be captured: on all of them, or on none.
-    """
-
-    alone = captures = True
-
-    def agree(self, yes: bool) -> bool:
-        """Return what this process says."""
-        return yes
-
-    def start(self, own_seed: int, given: dict[str, object]) -> int:
-        """The seed as it is."""
-        return own_seed
-
-    def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
-        """Stop when this process would."""
-        return finished
-
-    def explained(self) -> AbstractContextManager[None]:
-        """Nothing to explain."""
-        return nullcontext()
-
-
-def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Ranks:
-    """The ranks that the models are sharded over; this process alone where all are whole.
+    Where all models are whole it is this process alone, which has nothing to agree on.
 
     Args:
         models: by the name that an error calls them.
-        device: the target's.
-    """
-    groups = [tensor_parallel_group(name, model) for name, model in models.items()]
-    sharded = [group for group in groups if group is not None]
-    if not sharded:
-        return Ranks()
-    # NCCL's messages can be in a CUDA graph, gloo's wait for the host.
-    captures = all("cuda:nccl" in dist.get_backend_config(group).split(",") for group in sharded)
-    return Agreement(sharded[0], device, captures=captures)
+        device: the target's, which the ranks' messages must come from.
 
-
-class Agreement(Ranks):
-    """The agreement that the ranks of one ``generate`` call hold each other to.
-
-    Args:
-        group: the tensor-parallel ranks.
-        device: the target's, which the group's messages must come from.
-        captures: whether the models' messages can be part of CUDA graphs.
+    Attributes:
+        alone: whether there is one process.
+        captures: whether their messages can be part of CUDA graphs: on all of them, or on none.
     """
 
-    alone = False
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, captures: bool) -> None:
-        self.captures = captures
-        if dist.get_backend(group) == dist.Backend.GLOO:
+    def __init__(self, models: dict[str, PreTrainedModel], device: torch.device) -> None:
+        found = [tensor_parallel_group(name, model) for name, model in models.items()]
+        groups = [group for group in found if group is not None]
+        # NCCL's messages can be in a CUDA graph, gloo's wait for the host.
+        self.captures = all("cuda:nccl" in dist.get_backend_config(group).split(",") for group in groups)
+        self.alone = not groups
+        if self.alone:
+            return
+        self.group, self.device = groups[0], device
+        if dist.get_backend(self.group) == dist.Backend.GLOO:
             pause_at_exit()
-        self.group, self.device = group, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         debug = logger.isEnabledFor(logging.DEBUG) or os.environ.get("GSD_KERNELS_DEBUG", "0") not in ("", "0")
         self.every = 1 if debug else EVERY
         self.steps = 0
@@ -137,6 +103,8 @@ class Agreement(Ranks):
             own_seed: this rank's, drawn if none was given.
             given: what must agree, by the name that an error calls it; see :func:`digest`.
         """
+        if self.alone:
+            return own_seed
         given = {**given, "versions": VERSIONS}
         given["GSD_KERNELS_DEBUG"] = self.every
         mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64, device="cpu")
@@ -159,6 +127,8 @@ class Agreement(Ranks):
             finished: whether this rank would stop.
             timed: whether that may depend on a clock, so that the first rank's word is asked for.
         """
+        if self.alone:
+            return finished
         rows, count = verified.rows, verified.accepted.num_accepted[:, None]
         real = torch.arange(rows.token_ids.shape[1], device=self.device) < rows.num_rows[:, None]
         drafted = [torch.where(real, column, 0) for column in (rows.token_ids, rows.parent_rows)]
@@ -183,7 +153,7 @@ class Agreement(Ranks):
 
     def agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes; all must ask."""
-        return all(self._say(yes))
+        return yes if self.alone else all(self._say(yes))
 
     def _say(self, yes: bool) -> list[bool]:
         """Return what every rank says; all must ask."""
@@ -202,7 +172,7 @@ class Agreement(Ranks):
         try:
             yield
         except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or LOST.search(str(error))):
+            if self.alone or not (isinstance(error, dist.DistError) or LOST.search(str(error))):
                 raise
             raise RuntimeError(
                 f"tensor parallel: rank {self.rank} of {self.ranks} lost the other ranks in step {self.steps + 1}: one "

@@ -16,7 +16,7 @@ from ..acceptance.rule import NothingToPick
 from ..model import properties, replay
 from ..model.cache import asking
 from ..model.facts import looked, looking
-from ..parallel import Ranks, ranks_of
+from ..parallel import Ranks
 from ..policy.automatic import automatic_policy
 from ..policy.learning import FixedPolicy, Plan, Policy
 from ..sources.base import DraftSource, reaches, remembers
@@ -90,7 +90,7 @@ class GraphDecoder(Options):
                     raise
 
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
-        ranks = ranks_of(request.models, request.device)
+        ranks = Ranks(request.models, request.device)
         request.seed = ranks.start(request.seed, request.agreed())
         engines, alone = self.engines or engines_of(request.model), ranks.alone
         engine = engines.of(request.sources)

@@ -22,15 +22,10 @@ PACKED = (*PERMUTED, "qwen2", "qwen3")
 """Architectures whose files are read whole here; transformers' loader reads the others."""
 CHOSEN = {"attention_bias": "attn_output", "mlp_bias": "ffn_down"}
 """Settings of configs that give matrices a bias, and the one by whose bias a file says it."""
-TOKENS = {
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "unknown_token_id": "unk_token_id",
-    "padding_token_id": "pad_token_id",
-}
-"""What configs call ids of ``tokenizer.ggml``."""
-ENDS = ("eot_token_id", "eom_token_id")
-"""Ids of ``tokenizer.ggml`` that end a text as the end token does: of a turn, of a message."""
+TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""Tokens whose ids are in ``tokenizer.ggml``, and what configs call them."""
+ENDS = ("eot", "eom")
+"""Those that end a text as the end token does: of a turn, of a message."""
 SCALED_BY_TRANSFORMERS = ("gpt-oss",)
 """Architectures whose scaling of the rotary embedding transformers' loader reads."""
 MAX_COUNT = (1 << 31) - 1
@@ -118,9 +113,6 @@ FIELDS = {
 }
 """All that is known of :data:`PACKED`; any other field is refused."""
 
-Rule = tuple[str, bool, str]
-"""A field, whether it agrees with the other fields and the tensors, and what would."""
-
 
 def read(header: Header, fields: dict[str, Field]) -> dict[str, Any]:
     """The values of these fields of the file's architecture.
@@ -137,8 +129,8 @@ def read(header: Header, fields: dict[str, Field]) -> dict[str, Any]:
     return values
 
 
-def check(header: Header, values: dict[str, Any], rules: Iterable[Rule]) -> None:
-    """Raise for the first field that contradicts others."""
+def check(header: Header, values: dict[str, Any], rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise for the first field that contradicts others: name, whether it agrees, and what would."""
     for name, agrees, expected in rules:
         if not agrees:
             raise header.refusal(f"{header.architecture}.{name}", values[name], expected)
@@ -212,13 +204,19 @@ def config_of(header: Header) -> PretrainedConfig:
         "intermediate_size": fields["feed_forward_length"],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": fields["attention.layer_norm_rms_epsilon"],
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **({"sliding_window": window or None} if slides and window >= 0 else {}),
-        **{of: token for name, of in TOKENS.items() if (token := _token(header, name, vocabulary)) is not None},
+        **(
+            {"head_dim": head_dim} if architecture != "qwen2" or head_dim * heads != hidden else {}
+        ),  # it has no such name
+        **{
+            f"{of}_token_id": token
+            for name, of in TOKENS.items()
+            if (token := _token(header, name, vocabulary)) is not None
+        },
         **{name: True for name, matrix in CHOSEN.items() if f"blk.0.{matrix}.bias" in header.tensors},
     }
     try:
@@ -245,13 +243,13 @@ def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) ->
 
 def _token(header: Header, name: str, vocabulary: int) -> int | None:
     """Id of a special token; those that no text depends on may lie outside the vocabulary, as llama.cpp has it."""
-    key = f"tokenizer.ggml.{name}"
+    key = f"tokenizer.ggml.{name}_token_id"
     value = header.fields.get(key)
     if key not in header.fields:
         return None
     if type(value) is not int or not 0 <= value < vocabulary:
         error = header.refusal(key, value, f"a token from 0 to {vocabulary - 1}")
-        if type(value) is not int or name not in ("padding_token_id", "unknown_token_id"):
+        if type(value) is not int or name not in ("padding", "unknown"):
             raise error
         logger.warning("%s; the file is read as without it", error)
         return None

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
-from .adapters import ADAPTERS, Stored
+from .adapters import bitsandbytes, compressed_tensors, gptqmodel, torchao
+from .adapters.base import Stored
 from .readonly import ReadOnly
 from .samples import samples, versions
+
+LIBRARIES = (torchao, bitsandbytes, compressed_tensors, gptqmodel)
+"""Each describes a linear layer's weights, or says ``None`` where they are not its own."""
 
 
 class Packed(nn.Module):
@@ -148,7 +152,7 @@ def stored_in(module: Any) -> Stored | None:
         return None
     if not module._parameters and not module._buffers:  # as parts that hold others
         return None
-    found = next((found for adapter in ADAPTERS if (found := adapter(module)) is not None), None)
+    found = next((found for library in LIBRARIES if (found := library.described(module)) is not None), None)
     return None if found is None else Stored(torch.Size((module.out_features, module.in_features)), *found)
 
 

@@ -28,7 +28,7 @@ from ..model.probe import served
 from ..model.properties import CACHES, text_config, vocabulary
 from ..model.recurrent import mixers
 from ..model.sides import rope_types
-from ..packed.adapters import threshold_of
+from ..packed.adapters.bitsandbytes import threshold_of
 from ..packed.modules import Packed
 
 logger = logging.getLogger("gsd_kernels")
