@@ -138,7 +138,7 @@ def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, opt
     if query.shape[1] % value.shape[1]:
         raise Unserved(f"has {query.shape[1]} query heads over {value.shape[1]} heads in its cache")
     for what, states in (("queries", query), ("keys", key), ("values", value)):
-        one, other = states[0, :, -ROWS:][:, TWIN_COLUMNS].float().unbind(1)
+        one, other = (states[0, :, -ROWS:][:, row].float() for row in TWIN_COLUMNS)
         if float((one - other).norm()) > UNLIKE_RATIO * float(one.norm()):
             raise Unserved(f"computes {what} by place in the cache rather than by position_ids")
 
