@@ -132,7 +132,7 @@ class World:
                 tokens[b, len(path) - 1] = 9
         accepted = gsd.Acceptance(nodes, torch.tensor(counts, dtype=torch.int32), torch.zeros(self.batch))
         empty = torch.empty(0)
-        return Verified(graph, rows, empty, {}, empty, empty, accepted, tokens, nodes), rows.token_ids.shape[1], counts
+        return Verified(graph, rows, empty, {}, accepted, empty, tokens, nodes), rows.token_ids.shape[1], counts
 
     def best(self, shapes: Sequence[gsd.GraphConfig]) -> float:
         """Tokens a second of the best shape, or of plain decoding; by rows, of the best number of the likeliest."""

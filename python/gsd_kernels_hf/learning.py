@@ -88,13 +88,11 @@ class Student(History):
 def everyday_prompts() -> list[str]:
     """The prompts that ship with the package: everyday requests of many kinds."""
     parts = json.loads((Path(__file__).parent / "everyday.json").read_text(encoding="utf-8"))
+    topics = parts["topics"]
     asked = [
-        (ask, parts["topics"][(7 * i + 3 * j) % len(parts["topics"])])
-        for j in range(10)
-        for i, ask in enumerate(parts["asks"])
+        ask.format(topics[(7 * i + 3 * j) % len(topics)]) for j in range(10) for i, ask in enumerate(parts["asks"])
     ]
-    texts = [(ask, text) for ask in parts["on_texts"] for text in parts["texts"]]
-    return [ask.format(topic) for ask, topic in asked] + [f"{ask}\n\n{text}" for ask, text in texts] + parts["others"]
+    return [*asked, *(f"{ask}\n\n{text}" for ask in parts["on_texts"] for text in parts["texts"]), *parts["others"]]
 
 
 def learn(

@@ -196,13 +196,8 @@ class Unverified:
     """A step before anything of it is accepted.
 
     Attributes:
-        graph: what was drafted; ``None`` where nothing was.
-        rows: the graph unrolled, R rows.
-        logits: float [B, R, V], the target's at every row.
-        hidden: [B, R, D] in the target's dtype, the hidden states that a source declared, by their number (−1: the
-            input of the output matrix); empty where none did.
+        graph, rows, logits, hidden, tail: see :class:`Verified`.
         positions: int32 [B, R], index of the token picked after each row, padding excluded.
-        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
     """
 
     graph: TokenGraph | None
@@ -214,16 +209,27 @@ class Unverified:
 
 
 @dataclass
-class Verified(Unverified):
+class Verified:
     """One verified step, for sources, policy, ranks, statistics and observers. Valid until the next step.
 
     Attributes:
+        graph: what was drafted; ``None`` where nothing was.
+        rows: the graph unrolled, R rows.
+        logits: float [B, R, V], the target's at every row.
+        hidden: [B, R, D] in the target's dtype, the hidden states that a source declared, by their number (−1: the
+            input of the output matrix); empty where none did.
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
+        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
         nodes: int32 [B, P], the graph node of each accepted row; −2 for none.
     """
 
+    graph: TokenGraph | None
+    rows: Rows
+    logits: Tensor
+    hidden: Mapping[int, Tensor]
     accepted: Acceptance
+    tail: Tensor
     tokens: Tensor
     nodes: Tensor
 
@@ -231,7 +237,7 @@ class Verified(Unverified):
     def of(cls, step: Unverified, accepted: Acceptance, backend: str = "auto") -> Verified:
         """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
         tokens, nodes = accepted_path(accepted, step.rows, backend=backend)
-        return cls(**vars(step), accepted=accepted, tokens=tokens, nodes=nodes)
+        return cls(step.graph, step.rows, step.logits, step.hidden, accepted, step.tail, tokens, nodes)
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""
@@ -246,16 +252,13 @@ def last_rows(accepted_rows: Tensor, num_accepted: Tensor) -> Tensor:
 
 def lone_root(batch: int, device: torch.device) -> Rows:
     """The rows of plain decoding: the root of every sequence."""
-
-    def per_row(value: int, *shape: int) -> Tensor:
-        return torch.full((batch, *(shape or (1,))), value, dtype=torch.int32, device=device)
-
+    one, numbers = (batch, 1), partial(torch.full, dtype=torch.int32, device=device)
     return Rows(
-        token_ids=per_row(0),
-        parent_rows=per_row(-1),
-        depths=per_row(0),
-        ancestor_mask=per_row(1, 1, 1),
-        node_ids=per_row(0),
-        scores=torch.zeros(batch, 1, device=device, dtype=torch.float32),
-        num_rows=torch.ones(batch, dtype=torch.int32, device=device),
+        token_ids=numbers(one, 0),
+        parent_rows=numbers(one, -1),
+        depths=numbers(one, 0),
+        ancestor_mask=numbers((*one, 1), 1),
+        node_ids=numbers(one, 0),
+        scores=numbers(one, 0, dtype=torch.float32),
+        num_rows=numbers((batch,), 1),
     )

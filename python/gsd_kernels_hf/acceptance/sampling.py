@@ -79,19 +79,17 @@ class SamplingPlan:
 
     @property
     def row_wise(self) -> bool:
-        """Return whether the processors can be asked for one sequence at a time, with the same result."""
-        return all(is_row_wise(processor) for processor in self.processors)
+        """Return whether the processors can be asked for one sequence at a time, with the same result.
+
+        Those of :data:`ROW_WISE` and :data:`PLACED` can, by the exact class and as it was shipped.
+        """
+        known = {getattr(logits_process, name, None) for name in (*ROW_WISE, *PLACED)}
+        kinds = set(map(type, self.processors))
+        return kinds <= known and all(kind.__call__.__module__ == logits_process.__name__ for kind in kinds)
 
     @property
     def warper_arguments(self) -> dict[str, float]:
         return {name: getattr(self, name) for name, _ in FUSED.values()}
-
-
-def is_row_wise(processor: LogitsProcessor) -> bool:
-    """Return whether it is one of :data:`ROW_WISE` or :data:`PLACED`, by the exact class and as it was shipped."""
-    kind = type(processor)
-    shipped = getattr(kind.__call__, "__module__", None) == logits_process.__name__
-    return shipped and kind.__name__ in (*ROW_WISE, *PLACED) and kind is getattr(logits_process, kind.__name__)
 
 
 def processed(processor: LogitsProcessor, group: list[int], batch: int, history: Tensor, scores: Tensor) -> Tensor:

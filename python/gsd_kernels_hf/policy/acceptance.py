@@ -27,11 +27,6 @@ PRIOR_STEPS, KNOWN_STEPS, MOST_STEPS = 3.0, 8.0, 40.0  # that the prior, what ea
 RATIO_TOKENS, RATIO_DECAY = 3.0, 0.97  # tokens that the ratio of accepted to predicted ones begins with; a step's decay
 
 
-def prior() -> np.ndarray:
-    """The distribution over the grid before anything was observed, [PLACES]."""
-    return _normal(np.exp(-0.5 * (((GRID - np.array(USUAL)[:, None]) / PRIOR_STD) ** 2).sum(0)))
-
-
 class Acceptance:
     """How easy steps were lately. Threads share it without a lock: one may take another's last observation back.
 
@@ -44,7 +39,8 @@ class Acceptance:
         deepest = max(len(tails[0]) for tails, _ in found)
         self.tails = np.stack([np.pad(tails, ((0, 0), (0, deepest - len(tails[0])))) for tails, _ in found])
         self.kept = np.stack([rows for _, rows in found])  # [S, PLACES]
-        self.share, self.steps = prior(), PRIOR_STEPS
+        near = np.exp(-0.5 * (((GRID - np.array(USUAL)[:, None]) / PRIOR_STD) ** 2).sum(0))
+        self.share, self.steps = near / near.sum(), PRIOR_STEPS  # a distribution over the grid, [PLACES]
         self.came = np.zeros(2)  # drafted tokens that were accepted, and that were predicted to be, of late
 
     def count_less(self) -> None:
@@ -66,9 +62,9 @@ class Acceptance:
             most = min(count - 1, int(np.flatnonzero(tails.any(0))[-1]))
             beyond = tails[:, most + 1] if most + 1 < tails.shape[1] else 0.0
             self.came = RATIO_DECAY * self.came + [most, (tails[:, 1:].sum(1) @ self.share)]
-            posterior = _normal(self.share * (tails[:, most] - beyond) + 1e-12)
+            posterior = self.share * (tails[:, most] - beyond) + 1e-12
             self.steps = min(self.steps + 1.0, MOST_STEPS)
-            self.share = self.share + (posterior - self.share) / self.steps
+            self.share = self.share + (posterior / posterior.sum() - self.share) / self.steps
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens that a step of each shape brings, and the rows that it has, [S] each."""
@@ -108,7 +104,3 @@ def tree_of(shape: GraphConfig) -> tuple[np.ndarray, np.ndarray]:
     probs, depths = np.take_along_axis(probs, kept, 1), np.take_along_axis(depths, kept, 1)
     tails = np.stack([(probs * (depths == depth)).sum(1) for depth in range(levels + 1)], 1)
     return tails, (probs > 0).sum(1).astype(float)
-
-
-def _normal(share: np.ndarray) -> np.ndarray:
-    return share / share.sum()

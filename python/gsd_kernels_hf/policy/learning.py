@@ -208,7 +208,11 @@ class LearningPolicy:
         if seen.late:  # of the shape before, which was learned from
             return
         self.steps += 1
-        self._learn(seen)
+        if seen.target_seconds > 0:
+            self.log.append((self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
+        counts = [count for count in seen.tokens if count > 0]
+        if self.current and counts:
+            self.experience.acceptance.observe(self.current - 1, counts, seen.rows)
         if self.home is None:
             self._hope(HOPE)
         if self.steps >= self.next_choice:
@@ -221,13 +225,6 @@ class LearningPolicy:
     def _hope(self, part: float) -> None:
         if self.shows[self.current] < self.shows.max():
             self.experience.acceptance.hope(part, lookups=self.current == 0)
-
-    def _learn(self, seen: Observation) -> None:
-        if seen.target_seconds > 0:
-            self.log.append((self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
-        counts = [count for count in seen.tokens if count > 0]
-        if self.current and counts:
-            self.experience.acceptance.observe(self.current - 1, counts, seen.rows)
 
     def _learn_seconds(self) -> None:
         self.experience.costs.observe(self.names[self.current], self.cached, self.log)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def fingerprint(tokenizer: Any) -> str:
 def describe(folder: Path, about: Mapping[str, Any]) -> str:
     """The header's text, of arrays that lie in ``folder``."""
     arrays = {name: _content(folder, name) for name in ARRAYS}
-    values = {"format": FORMAT, "version": VERSION, **asdict(Header(**about, arrays=arrays))}
+    values = {"format": FORMAT, "version": VERSION, **about, "arrays": arrays}
     return json.dumps({**values, "sha256": _digest(values)}, indent=1) + "\n"
 
 

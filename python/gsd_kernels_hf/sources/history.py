@@ -56,13 +56,13 @@ class History(OwnSource):
     def attach(self, text: Text) -> None:
         super().attach(text)
         self.unread = True  # the text so far is read when it is first needed
-        if text.memory is not None:
-            text.memory.serve(text.target.vocab_size)
-        era = None if text.memory is None else text.memory.era
+        if (memory := text.memory) is not None:
+            memory.serve(text.target.vocab_size)
+        era = None if memory is None else memory.era
         if era is None or not text.continues or era is not self.era:  # another history than what this table knows
             self.era = era
             self.table.clear()
-            self.began = None if text.memory is None else text.memory.restore(self.table)
+            self.began = None if memory is None else memory.restore(self.table)
         reference = text.reference_ids
         self.before = 0 if reference is None else 1 + reference.shape[-1]
         if (known := self.known) is not None:  # captured steps read and write where they did, if there is room enough

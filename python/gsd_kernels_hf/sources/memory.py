@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -115,9 +115,7 @@ class HistoryMemory:
             What it holds in any case from here on, of all that is remembered now.
         """
         first, *others = [each(table, itemgetter(slice(row, row + 1))) for row in range(len(table.keys))]
-        newest = each(first, Tensor.clone)  # the call's table goes on being written
-        for row in others:
-            newest = before(newest, row)
+        newest = reduce(before, others, each(first, Tensor.clone))  # the call's table goes on being written
         with self._lock:
             older = self._kept
             if older is not None and older is not began and fit(older, table):  # other calls ended meanwhile
@@ -131,10 +129,10 @@ class HistoryMemory:
         kept = self._kept
         if kept is None or not fit(kept, table):
             return None
-        width = min(table.tokens.shape[2], kept.tokens.shape[2])
-        table.keys.copy_(kept.keys)
-        table.tokens[..., :width].copy_(kept.tokens[..., :width])
-        table.log_probs[..., :width].copy_(kept.log_probs[..., :width])
+        for name in TENSORS:
+            mine, theirs = getattr(table, name), getattr(kept, name)
+            width = min(mine.shape[-1], theirs.shape[-1])
+            mine[..., :width].copy_(theirs[..., :width])
         return kept
 
     def save(self, file: str | os.PathLike[str]) -> None:
