@@ -39,7 +39,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 131,
     "python/gsd_kernels_hf/packed": 48.5,
     "python/gsd_kernels_hf/policy": 17.3,
-    "python/gsd_kernels_hf/sources": 144.1,
+    "python/gsd_kernels_hf/sources": 143.9,
     "python/gsd_kernels_hf/validate": 16.7,
     "python/gsd_kernels_serve": 87.1,
     "python/gsd_kernels_sglang": 17.7,

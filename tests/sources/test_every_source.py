@@ -27,6 +27,7 @@ from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.sources.mixer import learned
 from gsd_kernels_train.drafters import block_to_train, new_head
 
 READERS = ("eagle3 norms", "p-eagle norms", "dflash window", "mtp deepseek", "assistant")
@@ -41,8 +42,8 @@ def test_all_of_them_proposed(tmp_path):
         engines_of(target).clear()
         generate(target, **ROWS["every"].inputs(0), **given, do_sample=False, graph_config=shape)
         (engine,) = engines_of(target)
-        learned = engine.statistics[False].weights
-        assert {name: weights.learned()[0] > 0 for name, weights in learned.items() if name != "model"} == {
+        of = engine.statistics[False].weights
+        assert {name: learned(weights)[0] > 0 for name, weights in of.items() if name != "model"} == {
             name: True for name in ("model 2", "heads", "eagle3", "p-eagle", "dflash", "history")
         }
 

@@ -92,10 +92,6 @@ class Expansion(OwnSource):
         """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
 
-    def first_rows(self, config: GraphConfig) -> int:
-        """Rows of the forward up to the root."""
-        return self.stem or config.chain_rows
-
     def prefix(self) -> Tensor:
         """Positions of the cache before a level's nodes, the root's included: int32 [B]."""
         return self.state.out_len
@@ -131,7 +127,7 @@ class Expansion(OwnSource):
     def launch(self, level: Level) -> None:
         """Launch the attention of a step's forwards."""
         stored, config = self.state.out_len - 1, level.config
-        first = self.first_rows(config)
+        first = self.stem or config.chain_rows
         self.rows.launch(stored, first, first)
         if config.depth > 1:
             self.rows.launch(stored, config.width, config.draft_slots)
@@ -149,7 +145,7 @@ class Expansion(OwnSource):
         """Candidates by logits [B, W, V] of the frontier, on the text's device."""
         tokens, log_probs = self.candidates(level, logits)
         device = self.state.tokens.device
-        rows = level.config.width if level.number else self.first_rows(level.config)
+        rows = level.config.width if level.number else self.stem or level.config.chain_rows
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True), rows=rows)
 
     def candidates(self, level: Level, logits: Tensor) -> Candidates:

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("gsd_kernels")
-Turns = tuple[Tensor, Tensor]
-"""Cosines and sines of a row's position, [B, R, head_dim] each."""
 
 SETTINGS = (
     "rms_norm_eps hidden_act attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings "
@@ -130,11 +128,10 @@ class HiddenDrafter(nn.Module):
                 hidden = layer(hidden, **options)
         return hidden
 
-    def turns(self, like: Tensor, positions: Tensor) -> Turns:
-        """The rotation of int positions [B, R], in the dtype and on the device of ``like``."""
+    def turns(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of int positions [B, R], [B, R, head_dim] each, like ``like`` in dtype and device."""
         self.rotary.func.to(like.device)
-        turns: Turns = self.rotary(like, positions)
-        return turns
+        return self.rotary(like, positions)  # type: ignore[no-any-return]
 
     def outputs(self, hidden: Tensor, head: Any = None) -> tuple[Tensor, Tensor]:
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V] by ``head``; ``None``: the drafter's own."""

@@ -220,7 +220,7 @@ def find_heads(names: Iterable[str], layers: int) -> tuple[HeadLayout, str] | No
     for layout in HEADS:
         sign = layout.recognised_by(layers)
         for name in names:
-            if name == sign or name.endswith(f".{sign}"):
+            if f".{name}".endswith(f".{sign}"):
                 return layout, name.removesuffix(f"{layout.projection}.weight")
     return None
 
