@@ -291,7 +291,7 @@ def print_of_vectors(model: nn.Module) -> str | None:
 
 @cache
 def _weights() -> list[float]:
-    parts = json.loads((FOLDER / "prior.json").read_text(encoding="utf-8"))
+    parts = json.loads(FOLDER.with_name("prior.json").read_text(encoding="utf-8"))
     return [weight for part in parts.values() for weight in part]
 
 
