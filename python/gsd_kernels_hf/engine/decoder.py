@@ -161,21 +161,12 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> None:
         ranks: of a sharded target, or one process.
         out: gets the tokens; says when all is done.
     """
-    step, flies, between = stepping(session, ranks), may_fly(session, out, alone=ranks.alone), False
+    step, flies = stepping(session, ranks), may_fly(session, out, alone=ranks.alone)
     queued: Launched | None = None  # that the host has not heard of
-
-    def hear(launched: Launched) -> None:
-        """Emit, check and observe a step."""
-        launched.hear()
-        out.emit(launched)
-        out.finished = ranks.check(launched.verified, out.finished, timed=out.timed)
-        if not between:  # no shape of the policy's
-            policy.observe(launched.observed())
-
     try:
         while not out.finished:
             if queued is not None and not may_follow(session, out):
-                hear(queued)
+                _hear(queued, policy, ranks, out)
                 queued = None
                 continue
             session.reserve(out.longest + session.key.slots, session.most)
@@ -189,14 +180,23 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> None:
             warm(session, policy.largest_shapes())
             before, queued = queued, Launched(session, step, behind=queued, may_fly=flies)
             if before is not None:
-                hear(before)
+                _hear(before, policy, ranks, out)
             if queued.sent is None and not out.finished:
-                hear(queued)
+                _hear(queued, policy, ranks, out, learns=not between)
                 queued = None
     finally:
         if queued is not None and queued.sent is not None:  # in vain
             queued.sent[2].synchronize()
     policy.end()
+
+
+def _hear(launched: Launched, policy: Policy, ranks: Ranks, out: Output, *, learns: bool = True) -> None:
+    """Emit, check and observe a step. No closure: a frame in an error would keep it, and the caches with it."""
+    launched.hear()
+    out.emit(launched)
+    out.finished = ranks.check(launched.verified, out.finished, timed=out.timed)
+    if learns:
+        policy.observe(launched.observed())
 
 
 def may_fly(session: Session, out: Output, *, alone: bool) -> bool:

@@ -388,6 +388,13 @@ class Session:
         return verified
 
 
+class _Silent(DraftSource):
+    """Proposes nothing at any level."""
+
+    def propose(self, level: Level) -> None:
+        """Nothing."""
+
+
 def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     """Compile what steps of ``shapes`` launch, where a policy has several and the device is a GPU; once a size.
 
@@ -401,43 +408,33 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     size = session.capacity, sum(rows.cache.layers[0].is_initialized for rows in session.row_models)
     if session.warmed == size:
         return
-    for shape in shapes:
-        _warm_graph(session, shape)
+    batch, device, backend, mixer = session.key.batch, session.kv_len.device, session.backend, session.mixer
+    silent = (_Silent(),) if mixer.lookups and mixer.grower is None else ()
+    for shape in shapes:  # everything but the forwards: merging at every level, samplers, look-ups, mixing
+        alone = Mixer(silent, session.state, backend, vocab_size=session.target.vocab_size)
+        alone.prepare(shape)
+        graph, max_path = alone.draft(shape), int(shape.max_path or 0)
+        rows = flatten(graph, shape.max_rows, max_path, backend=backend)
+        logits = session.target.no_logits(shape.max_rows).to(device)
+        step = Unverified(graph, rows, logits, {}, rows.depths, graph.contexts[:, 0].clone())
+        accepted = OnDevice(session.rule.criterion, session.state, session.eos_ids, backend).accept(step, max_path)
+        accepted.num_accepted.zero_()
+        session.target.cache.commit(
+            accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend
+        )
+        step.rows = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
+        verified = Verified.of(step, accepted, backend)
+        # Proposals after one node and after a frontier, what sources make of a step, and the mixture.
+        for width in dict.fromkeys((1, shape.width, shape.history_width)):
+            root = torch.zeros(batch, width, dtype=torch.int32, device=device)
+            level = Level(0, shape, graph, Frontier(root, root, root, root[..., None]), session.kv_len)
+            proposals = (source.warm(level, verified) for source in mixer.sources if isinstance(source, OwnSource))
+            proposed = [proposal.candidates for proposal in proposals if proposal is not None]
+            here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
+            for first, other in pairwise(here):
+                weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
+                mix_candidates(*first, *other, weight, backend=backend)
     for count in sorted({1, *(shape.max_rows for shape in shapes)}):
         session.target.launch(session.kv_len, count, count)
     session.warmed, session.compiled = size, frozenset(shapes)
     session.clock.begin_step()  # compiling is no part of it
-
-
-class _Silent(DraftSource):
-    """Proposes nothing at any level."""
-
-    def propose(self, level: Level) -> None:
-        """Nothing."""
-
-
-def _warm_graph(session: Session, shape: GraphConfig) -> None:
-    """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
-    batch, device, backend, mixer = session.key.batch, session.kv_len.device, session.backend, session.mixer
-    silent = (_Silent(),) if mixer.lookups and mixer.grower is None else ()
-    alone = Mixer(silent, session.state, backend, vocab_size=session.target.vocab_size)
-    alone.prepare(shape)
-    graph, max_path = alone.draft(shape), int(shape.max_path or 0)
-    rows = flatten(graph, shape.max_rows, max_path, backend=backend)
-    logits = session.target.no_logits(shape.max_rows).to(device)
-    step = Unverified(graph, rows, logits, {}, rows.depths, graph.contexts[:, 0].clone())
-    accepted = OnDevice(session.rule.criterion, session.state, session.eos_ids, backend).accept(step, max_path)
-    accepted.num_accepted.zero_()
-    session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
-    step.rows = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
-    verified = Verified.of(step, accepted, backend)
-    # Proposals after one node and after a frontier, what sources make of a step, and the mixture.
-    for width in dict.fromkeys((1, shape.width, shape.history_width)):
-        root = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        level = Level(0, shape, graph, Frontier(root, root, root, root[..., None]), session.kv_len)
-        proposals = (source.warm(level, verified) for source in mixer.sources if isinstance(source, OwnSource))
-        proposed = [proposal.candidates for proposal in proposals if proposal is not None]
-        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in proposed]
-        for first, other in pairwise(here):
-            weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
-            mix_candidates(*first, *other, weight, backend=backend)
