@@ -31,6 +31,7 @@ from torch import Tensor
 import gsd_kernels
 
 from .files import read_file, write_file
+from .locks import forkable_lock
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -172,18 +173,20 @@ def _warn_once(place: Path, message: str, *values: object) -> None:
 
 
 _shared: dict[Path, Any] = {}
-"""What this process learns of documents, by file, in the order in which it was first asked for."""
+"""What this process learns of documents, by file, in the order in which it was last asked for."""
+_sharing = forkable_lock()
 
 
 def shared(document: Document, make: Callable[[], L]) -> L:
     """The one object that learns of a document in this process; it begins with what the file has."""
-    part: L | None = _shared.get(document.path)
-    if part is None:
-        part = make()
-        document.read(part)
-        part = _shared.setdefault(document.path, part)
-        for oldest in list(_shared)[:-MOST_SHARED]:
-            _shared.pop(oldest, None)
+    with _sharing:
+        part: L | None = _shared.pop(document.path, None)
+        if part is None:
+            part = make()
+            document.read(part)
+        _shared[document.path] = part  # the newest is last
+        while len(_shared) > MOST_SHARED:
+            del _shared[next(iter(_shared))]
     return part
 
 

@@ -51,6 +51,6 @@ def automatic_policy(
         known = [by_rows, about, sources, *map(fingerprint, models)]
         learned = Document("pair", {"costs": document.told, "learned": known})
         experience = shared(learned, lambda: Experience(costs, by_rows=by_rows))
-        kept.setdefault(key, (experience, {document: costs, learned: experience}))
+        kept.setdefault(key, (experience, {document: experience.costs, learned: experience}))
     experience, parts = kept[key]
     return LearningPolicy(experience, backend=backend, save=partial(write_later, parts), **text)

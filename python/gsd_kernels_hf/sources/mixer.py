@@ -194,10 +194,9 @@ class Mixer:
 
     def leave(self, length: int) -> list[str]:
         """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
-        staying = [source for source in self.sources if reaches(source, length)]
-        left = [source.name for source in self.sources if source not in staying]
+        left = [source.name for source in self.sources if not reaches(source, length)]
         if left:
-            self._take(staying)
+            self._take([source for source in self.sources if source.name not in left])
         return left
 
     def restart(self, text: Text, weights: Mapping[str, Mixture]) -> None:
