@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .acceptance.criteria import Typical
     from .api import generate, patch, unpatch
     from .engine.decoder import GraphDecoder
+    from .engine.output import GraphGenerateOutput
+    from .engine.stats import GenerationStats
     from .exported.folder import custom_generate, custom_generate_folder
     from .learning import learn
     from .packed.gguf import from_gguf
@@ -31,7 +33,9 @@ _HOMES = {
     "DraftHeads": "sources.heads",
     "Eagle3": "sources.feature_drafter",
     "Gemma4Assistant": "sources.heads",
+    "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
+    "GraphGenerateOutput": "engine.output",
     "LayerSkip": "sources.layer_skip",
     "Mtp": "sources.feature_drafter",
     "OnlineLearner": "gsd_kernels_train.online",

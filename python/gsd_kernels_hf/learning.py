@@ -148,10 +148,10 @@ def learn(
     known = [*answers, *(ids[0].tolist() for ids in read)]
     if not (seen := sum(map(len, known))):
         raise ValueError("prompts: the model answered none of them")
-    weights, vocabulary = _weights_for(answers, lessons), properties.vocabulary(model)
-    found = Learned(*tabled(counted(known)), weights, vocabulary, fingerprint(model), seen)
+    about = properties.vocabulary(model), fingerprint(model), seen
+    found = Learned(*tabled(counted(known)), _weights_for(answers, lessons), *about)
     found.save(place)
-    logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{found.seen:,}", place)
+    logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{seen:,}", place)
     return place
 
 

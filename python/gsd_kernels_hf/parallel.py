@@ -105,8 +105,7 @@ class Ranks:
         """
         if self.alone:
             return own_seed
-        given = {**given, "versions": VERSIONS}
-        given["GSD_KERNELS_DEBUG"] = self.every
+        given = {**given, "versions": VERSIONS, "GSD_KERNELS_DEBUG": self.every}
         mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64, device="cpu")
         with self.explained():
             everyone = self._gather(mine)

@@ -141,14 +141,14 @@ class Document:
         try:
             _, kept = read_saved(self.path, "kept", FORMAT, VERSION, foreign="is nothing that was kept")
             values = json.loads(kept["values"])
-            arrays = part.arrays() if part is not None else {}
+            arrays = {} if part is None else part.arrays()
             for array, value in [(a, np.array(values[name], a.dtype).reshape(a.shape)) for name, a in arrays.items()]:
                 array[...] = value
             return values
         except FileNotFoundError:
             return {}
         except Exception as error:
-            _warn_once(self.path, "ignoring %s, which cannot be used: %s", self.path, error)
+            _warn_once("ignoring %s, which cannot be used: %s", self.path, error)
             return {}
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -159,27 +159,28 @@ class Document:
             text = json.dumps(values, default=lambda array: array.tolist())
             write_saved(self.path, FORMAT, VERSION, {}, about=self.told, values=text)
         except Exception as error:
-            what = "what was learned cannot be kept in %s (%s); GSD_KERNELS_CACHE names another folder"
-            _warn_once(folder, what, folder, error)
+            _warn_once(
+                "what was learned cannot be kept in %s (%s); GSD_KERNELS_CACHE names another folder", folder, error
+            )
         with suppress(OSError):  # another process removes them, too
             for old in sorted(folder.glob(f"{self.kind}-*.safetensors"), key=os.path.getmtime)[:-MOST_FILES]:
                 old.unlink()
 
 
-def _warn_once(place: Path, message: str, *values: object) -> None:
+def _warn_once(message: str, place: Path, error: Exception) -> None:
     if place not in _told:
         _told.add(place)
-        logger.warning(message, *values)
+        logger.warning(message, place, error)
 
 
 _shared: dict[Path, Any] = {}
 """What this process learns of documents, by file, in the order in which it was last asked for."""
-_sharing = forkable_lock()
+_lock = forkable_lock()
 
 
 def shared(document: Document, make: Callable[[], L]) -> L:
     """The one object that learns of a document in this process; it begins with what the file has."""
-    with _sharing:
+    with _lock:
         part: L | None = _shared.pop(document.path, None)
         if part is None:
             part = make()
