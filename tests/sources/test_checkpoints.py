@@ -96,7 +96,7 @@ BAD_EAGLE3 = [
     ({"fc_norm": 3}, "fc_norm in its config: expected true or false, got 3"),
     ({LAYERS: [1, 1]}, "expected a list of different layers, got [1, 1]"),
     ({"parallel_drafting": 1}, "without its tensor mask_hidden"),
-    ({"tensors": {"mask_hidden": ones(96)}}, "mask_token_id in its config: expected"),
+    ({"tensors": {"mask_hidden": ones(96)}}, "whose config has no mask token"),
     ({"speculators_model_type": "x"}, "is of speculators' kind 'x'; served are"),
     ({"architectures": ["LlamaDSpark"]}, "is a DSpark drafter of other layers"),
     ({"medusa_num_heads": 2}, "has no Medusa heads"),

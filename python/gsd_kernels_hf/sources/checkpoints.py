@@ -132,6 +132,8 @@ def headers(path: Path) -> dict[str, Place]:
     Raises:
         BadCheckpoint: it is missing or unreadable.
     """
+    if not path.is_file():
+        raise bad(f"no {path.name} in {path.parent}, where it should be")
     try:
         file: Any = safe_open(path, "pt")
         return {name: Place(file, name, tuple(file.get_slice(name).get_shape())) for name in list(file.keys())}

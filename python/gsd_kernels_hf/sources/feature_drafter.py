@@ -325,6 +325,7 @@ class Eagle3(FeatureDrafter):
         )
         named = f"{config.get('speculators_model_type')}, {config.get('architectures')}".lower()
         scale = said.get("logit_scale")
+        token = next((name for name in MASK_TOKENS if name in said), "")
         refuse(
             {
                 f"logit_scale={scale!r} in its config; only 1 is served": scale not in (None, 1),
@@ -332,6 +333,7 @@ class Eagle3(FeatureDrafter):
                 f"a P-EAGLE checkpoint without its tensor {MASK}": (
                     mask is None and ("peagle" in named or said.get("parallel_drafting"))
                 ),
+                f"a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}": mask and not token,
                 f"its {MASK} is {list(mask or ())}, and its config means {width} numbers": (
                     mask is not None and math.prod(mask) != width
                 ),
@@ -340,7 +342,6 @@ class Eagle3(FeatureDrafter):
         self.name, self.kind, self.mask_hidden = "eagle3", "EAGLE-3", None
         if mask is not None:
             self.name, self.kind, self.mask_hidden = "p-eagle", "P-EAGLE", nn.Parameter(torch.zeros(mask))
-            token = next((name for name in MASK_TOKENS if name in said), MASK_TOKENS[0])
             self.mask_token_id = number(said, token, least=0)
             methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
             trained = [one for one in methods or () if isinstance(one, dict) and "speculative_tokens" in one]

@@ -128,8 +128,6 @@ class FeatureSource(OwnSource):
 
     unknown: tuple[int, Tensor]
 
-    operator: FeatureWeights | None = None
-
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
 
@@ -193,7 +191,7 @@ class FeatureSource(OwnSource):
         """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""
         if config.depth == 0:
             return
-        self.used = True
+        self.used = True  # feeds that are replayed do not say it
         end, width = self.state.out_len - 1, config.chain_rows
         while (missing := int((end - self.cached).max())) > width:
             free = self.rows.cache.capacity - int(self.cached.max())  # for a shorter text's rows of padding
@@ -251,8 +249,7 @@ class FeatureSource(OwnSource):
         """The same by the modules."""
         hidden = self.module(self.embedded(fed.ids), features, fed.positions, inputs, self.rows.cache)
         inputs.check_complete()
-        found: tuple[Tensor, Tensor] = self.module.outputs(hidden[:, hidden.shape[1] - keep :], self.head)
-        return found
+        return self.module.outputs(hidden[:, hidden.shape[1] - keep :], self.head)  # type: ignore[no-any-return]
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Embeddings of ids [B, R] as :meth:`CachedText.feed` gives them, in the drafter's dtype."""
@@ -346,8 +343,8 @@ class DFlashDrafts(FeatureSource, Lattice):
         self.row = torch.arange(module.block_size, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
         every = torch.ones(module.block_size, module.block_size, dtype=torch.bool, device=self.cached.device)
         earlier, whole = (pack_bits(sees).expand(batch, -1, -1).contiguous() for sees in (every.tril(), every))
-        causal = module.causal_head, module.causal_head or not module.non_causal
-        self.sees = [earlier if is_causal else whole for is_causal in causal]
+        of_windows = whole if module.non_causal and not module.causal_head else earlier
+        self.sees = earlier if module.causal_head else whole, of_windows
 
     def prepare(self, config: GraphConfig) -> None:
         """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
@@ -460,9 +457,8 @@ def operator_of(module: Any, embed: Any, head: Any, backend: str) -> FeatureWeig
     if not computed:
         return None
     rotary, kinds = module.rotary.func.to(device), map(AttentionKind, module.windows)
-    turns = rotary.inv_freq.float(), float(rotary.attention_scaling)
-    decoder = decoder_weights(embed, module.layers, kinds, norm, head, *turns)
-    weights = FeatureWeights(decoder, **module.first_parameters())
+    layers = module.layers, kinds, norm, head, rotary.inv_freq.float(), float(rotary.attention_scaling)
+    weights = FeatureWeights(decoder_weights(embed, *layers), **module.first_parameters())
     if replay.is_gpu(device) and (error_of(cuda.check, weights) or choice(weights.decoder).why):
         return None
     return weights

@@ -35,8 +35,8 @@ class Kind(NamedTuple):
     Attributes:
         drafter: its class.
         source: makes the draft source of one.
-        shown: regular expression found in one of the ``architectures`` or the config's keys; code of ``auto_map`` is
-            not run.
+        shown: regular expression found in one of the ``architectures``, or all of one of the config's keys; code of
+            ``auto_map`` is not run.
         speculators: values of ``speculators_model_type``, which alone counts where it is there.
     """
 
@@ -95,7 +95,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> Kind:
     if foreign and named is None:
         raise bad(f"{folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served")
     for kind in KINDS:
-        shown = any(re.search(kind.shown, name) for name in (*architectures, *config))
+        shown = any(re.search(kind.shown, n) for n in architectures) or any(re.fullmatch(kind.shown, n) for n in config)
         if shown if named is None else named in kind.speculators:
             return kind
     if named is not None:
@@ -152,7 +152,7 @@ def loaded(where: str | os.PathLike[str], target: PreTrainedModel, option: str =
         try:
             place = place_of(target) if own else (fetch(where, option),)
             # What was fetched from the hub stays the same; a folder may be relative to another working directory.
-            files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else place
+            files, now = now, stamp(Path(place[0])) if Path(place[0]).is_dir() else now or place
             if now != files:
                 drafter = (load_drafter if option == "drafter" else DraftHeads.from_pretrained)(where, target)
         except (ValueError, OSError) as error:
