@@ -210,6 +210,10 @@ class GraphCache(RowsCache):
         if not self.begun:
             for form in self.forms.values():
                 form.begin()
+            staying = {id(form.layer) for form in self.forms.values() if isinstance(form, ByDepth)}
+            for form in self.forms.values():
+                if id(form.layer) not in staying:  # its windows hold the states
+                    form.layer.restart()
             self.begun = True
 
     @property
@@ -339,5 +343,5 @@ class GraphCache(RowsCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far; what several hold counts once."""
-        held = (tensor for one in (*self.layers, *self.forms.values()) for tensor in held_by(one))
-        return sum({id(tensor): tensor.nbytes for tensor in held}.values())
+        held = (t.untyped_storage() for one in (*self.layers, *self.forms.values()) for t in held_by(one))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())

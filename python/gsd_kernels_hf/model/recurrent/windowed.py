@@ -47,7 +47,7 @@ class Recurrence:
     def __init__(self, block: int, backend: str) -> None:
         self.block, self.backend = block, backend
         self.window: Any = None  # a StateWindow, from the first rows on
-        self.state: Tensor | None = None  # [B, H, K, V], of the prompt
+        self.state: Tensor | None = None  # [B, H, K, V], of the prompt, until the first rows
         self.lengths: Tensor | None = None  # int32 [B], tokens since the prompt; None: no rows came since
         self.behind_prompt = False  # whether none was taken into the text
 
@@ -61,8 +61,9 @@ class Recurrence:
         self.behind_prompt = True
 
     def end(self) -> Tensor | None:
-        """The state at the end of the text, as transformers keeps it; ``None``: it is the prompt's."""
-        return None if self.lengths is None else self.laid_out(self.window.end(self.lengths)).contiguous()
+        """The state at the end of the text, as transformers keeps it; ``None``: there is none yet."""
+        state = self.state if self.lengths is None else self.window.end(self.lengths)
+        return None if state is None else self.laid_out(state).contiguous()
 
     def rows(
         self,
@@ -80,6 +81,7 @@ class Recurrence:
             if self.window is None:
                 self.window = StateWindow.empty(batch, heads, groups, size, width, decays, key.device, self.block)
             self.window.state[0] = 0.0 if self.state is None else self.state
+            self.state = None
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)
         parents, depths = tree.narrow
         self.window.reserve(parents.shape[1])
