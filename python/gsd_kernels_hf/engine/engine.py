@@ -208,8 +208,9 @@ class Engines:
             structure = [facts.structure for facts in (*known, *built)]
             contents = [facts.content for facts in known]
             with self._lock:
-                waiting = [(parked, session) for parked in self._waiting if (session := parked.session) is not None]
-                waiting = [(p, s) for p, s in waiting if p.engine is not engine or s.structure == structure]
+                # No name outlives this that holds one which goes: a new one's caches are made behind it.
+                found = ((parked, parked.session) for parked in self._waiting)
+                waiting = [(p, s) for p, s in found if s and (p.engine is not engine or s.structure == structure)]
                 fitting = [(p, s) for p, s in waiting if p.engine is engine and s.key == key]
                 prompt = request.input_ids, request.kv_start
                 best = max(fitting, key=lambda entry: entry[1].target.common(*prompt), default=(None,))[0]

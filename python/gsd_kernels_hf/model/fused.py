@@ -30,7 +30,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, cuda
 from gsd_kernels.ops.packed.api import FLOATS
 from gsd_kernels.ops.state_rows import BLOCK
 
-from ..packed.modules import PackedEmbedding, PackedLinear, device_of_weights, dtype_of, stored_in
+from ..packed.modules import Packed, PackedEmbedding, PackedLinear, device_of_weights, dtype_of, stored_in
 from . import proof, replay
 from .attention import AttentionKind
 from .facts import Facts, fact, foreign_code
@@ -131,12 +131,13 @@ def _unread(facts: Facts) -> Iterator[str]:
     for name, module in facts.modules:
         kind, stored, found = type(module), stored_in(module), dtype
         places = {parameter.device for parameter in module.parameters(recurse=False)}
+        plain = kind.__module__ == type(model).__module__ or kind in PLAIN_MODULES
+        if not plain and (stored is None or isinstance(module, Packed)):  # a library's have classes of their own
+            yield f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
         if stored is not None:
             if stored.problem is not None:
                 yield f"{name} {stored.problem}"
             found, places = dtype if stored.any_dtype else stored.dtype, {tensor.device for tensor in stored.tensors}
-        elif kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
-            yield f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
         elif isinstance(module, MATRICES):
             found, places = dtype_of(module), {device_of_weights(module)}
         if found != dtype:
