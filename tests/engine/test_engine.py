@@ -58,8 +58,8 @@ def objects(monkeypatch):
 
     watch(Session, "__init__", lambda self: self)
     watch(GraphCache, "__init__", lambda self: self)
-    for name in ("lazy_initialization", "grow"):
-        watch(GraphLayer, name, lambda self: self.keys)
+    watch(GraphLayer, "lazy_initialization", lambda self: self.keys)
+    watch(GraphCache, "grow", lambda self: self.layers[0].keys)
     return found
 
 
