@@ -19,11 +19,11 @@ HF = "python/gsd_kernels_hf/"
 HOST, LOCKSTEP, SAMPLING, CRITERIA = (HF + f"acceptance/{name}.py" for name in ("rule", "rule", "sampling", "criteria"))
 CACHE, MASKS, FACTS = (HF + f"model/{name}.py" for name in ("cache", "attention", "facts"))
 STREAMING, STOPS, KEY, OUTPUT = (HF + f"engine/{n}.py" for n in ("output", "stop_strings", "resolved", "output"))
-HISTORY, MEMORY, GRAMMAR, BORDER, FEATURES, LAYOUTS, MTP, DFLASH = (
+HISTORY, MEMORY, GRAMMAR, BORDER, FEATURES, LAYOUTS, MTP = (
     HF + f"sources/{name}.py"
     for name in (
         *("history", "memory", "grammar", "border"),
-        *("features", "layouts", "mtp", "dflash"),
+        *("features", "layouts", "feature_drafter"),
     )
 )
 DECODER = HF + "engine/decoder.py"
@@ -96,7 +96,7 @@ MUTANTS = [Mutant(*row) for row in (
     (LAYOUTS, 'ConfigLayout(FUSED, "eagle_config", 1)', 'ConfigLayout(FUSED, "eagle_config", 0)', "EAGLE: features of the layers before those that are named", "tests/sources/test_checkpoints.py -k SGLang"),
     (MTP, "both[::-1] if self.layout.hidden_first else both", "both", "MTP: embedding and feature change places", "tests/sources/test_forwards.py -k wired"),
     (FEATURES, "torch.minimum(kv_len[:, None] + chain.depths, end[:, None]).long()", "chain.depths.long()", "DFlash: features are read at the text's beginning", T_PADDING + " tests/demo/test_demo_pair.py"),
-    (DFLASH, "self.cached, 0, self.sees_all, self.row, self.row", "self.cached, 0, self.sees_all, self.row + 1, self.row", "DFlash: the block stands one position too late", T_ACCEPTED),
+    (FEATURES, "self.cached, 0, self.sees[0], self.row, self.row", "self.cached, 0, self.sees[0], self.row + 1, self.row", "DFlash: the block stands one position too late", T_ACCEPTED),
     (STOPS, "ends every text\n            return True", "ends every text\n            return False", "stop strings: an empty one ends nothing", T_STOPS),
     (STOPS, "-self.maximum_token_len :]", "-2:]", "stop strings: one of three tokens is missed", T_STOPS),    (VERIFY_H, " || a.depths[row] >= *a.remaining", "", "C++ verify: a row beyond the length is accepted", T_OPS + " -k cpu"),
     (VERIFY_H, "if (picked != a.token_ids[row])", "if (picked < 0)", "C++ verify: a row is accepted that the target did not pick", T_OPS + " -k cpu"),
