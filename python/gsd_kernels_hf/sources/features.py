@@ -359,7 +359,10 @@ class DFlashDrafts(FeatureSource, Lattice):
         here = torch.zeros_like(self.row)
         graph = inputs.kv_len, inputs.kv_start, here, here, inputs.backend
         kinds = [GraphInputs(sees, *graph) for sees in self.sees]
-        attend = lambda module, *given: kinds[module.sliding_window is not None].attend(module, *given)  # noqa: E731
+
+        def attend(module: nn.Module, *given: Any) -> Any:
+            return kinds[module.sliding_window is not None].attend(module, *given)
+
         seen = SimpleNamespace(attend=attend)
         hidden = self.module(self.embedded(fed.ids), None, fed.positions, seen, self.rows.cache)
         return self.module.norm(hidden), self.module.outputs(hidden[:, -self.drafted :], self.head)[1]
