@@ -343,5 +343,5 @@ class GraphCache(RowsCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far; what several hold counts once."""
-        held = (t.untyped_storage() for one in (*self.layers, *self.forms.values()) for t in held_by(one))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+        held = [t.untyped_storage() for one in (*self.layers, *self.forms.values()) for t in held_by(one)]
+        return sum({id(storage): storage.nbytes() for storage in held}.values())
