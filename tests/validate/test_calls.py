@@ -293,8 +293,9 @@ def test_a_message_names_the_argument_and_what_was_expected(what):
 
 def test_what_is_no_model_that_can_generate_is_named():
     config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    target, _ = pair()  # made before: a device that is the default is that of all that is made
     with torch.device("meta"):
-        nowhere = transformers.LlamaForCausalLM(pair()[0].config)
+        nowhere = transformers.LlamaForCausalLM(target.config)
     tuples = models.endless(vocab_size=VOCAB)
     tuples.config.return_dict = False
     for model, error, words in (
