@@ -56,11 +56,6 @@ class StateWindow:
         """Places of committed tokens."""
         return BLOCKS * self.block
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(t.nbytes for t in (self.state, self.keys, self.updates, self.sums))
-
     def reserve(self, rows: int) -> None:
         """Make room for the rows of a step."""
         more = self.places + rows - self.keys.shape[1]

@@ -30,6 +30,14 @@ from ..sources.base import OwnSource
 from .session import Session
 from .stats import Part
 
+logger = logging.getLogger("gsd_kernels")
+
+WARM_STEPS = 2
+"""Steps of a shape before it is captured, where kernels may be compiled or storage made in them."""
+
+Kind = tuple[GraphConfig | None, bool]
+"""What is captured once: the shape of its steps, and whether the device accepts."""
+
 
 class Launched:
     """A step that the device takes or has taken; the host hears of it later.
@@ -108,16 +116,6 @@ class Launched:
         late = self.shape != self.session.config
         record = self.verified if self.sent is None else None  # over which the step behind it may be writing
         return Observation(record, [len(tokens) for tokens in self.tokens], rows, target, other, late)
-
-
-logger = logging.getLogger("gsd_kernels")
-
-WARM_STEPS = 2
-"""Steps of a shape before it is captured, where kernels may be compiled or storage made in them."""
-
-
-Kind = tuple[GraphConfig | None, bool]
-"""What is captured once: the shape of its steps, and whether the device accepts."""
 
 
 def stepping(session: Session, ranks: Ranks) -> Callable[[], Verified]:

@@ -158,13 +158,15 @@ class Engines:
         """The engine of a call's sources and criterion; made at the first call."""
         parts, criterion = sources.parts, sources.options.criterion
         with self._lock:
-            engine, others = Engine(parts, criterion), []
+            engine: Engine | None = None
+            others = []
             for one in self._engines:
                 own = [part() for part in one.parts]
                 if one.criterion == criterion and [*map(id, own)] == [*map(id, parts)]:
                     engine = one
                 elif all(part is not None for part in own):
                     others.append(one)
+            engine = engine or Engine(parts, criterion)
             self._keep([*others, engine][-MOST_ENGINES:])
             return engine
 
